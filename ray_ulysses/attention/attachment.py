@@ -35,7 +35,7 @@ class Attachment:
         self._before = [(module, dict(vars(module))) for module in model.modules()]
         self._earlier = self.of(model)
         self._changed: list[tuple[nn.Module, str, Any]] = []
-        own = {id(getattr(module, "config", None)) for module in model.modules()}
+        own = {id(module.config) for module in model.modules() if getattr(module, "config", None) is not None}
         parts = {part: getattr(model.config, part) for part in model.config.sub_configs}
         self._attention: dict[str, Any] = {"": model.config._attn_implementation} | {
             name: part._attn_implementation for name, part in parts.items() if id(part) in own

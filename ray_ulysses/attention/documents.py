@@ -26,7 +26,7 @@ Span = tuple[int, int, int]
 
 
 class Rectangle(NamedTuple):
-    """A block of this ring rank's queries and of earlier keys in the same document. The block needs no mask.
+    """A block of this ring rank's queries and of earlier or later keys in the same document. It needs no mask.
 
     Indices refer to a ring rank's tokens, with all rows concatenated.
     """
@@ -38,7 +38,7 @@ class Rectangle(NamedTuple):
     key_start: int
     key_stop: int
     distance: int
-    """Document position of the first query minus document position of the first key."""
+    """Document position of the first query minus document position of the first key; negative for later keys."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +46,12 @@ class Tables:
     """Spans and rectangles that together cover attention for one ring rank's queries."""
 
     spans: Spans
-    """Token ranges with causal attention, which together cover all tokens."""
+    """Token ranges with attention among themselves, which together cover all tokens."""
     borders: torch.Tensor
     """``spans.borders`` as a tensor for custom operators, int64 ``[num_spans + 1]`` on the host."""
     rectangles: torch.Tensor
-    """Rectangles as an int64 tensor ``[n, 6]`` on the host, with one :class:`Rectangle` per row of the tensor."""
+    """Rectangles as an int64 tensor ``[n, 6]`` on the host, with one :class:`Rectangle` per row of the tensor. Causal
+    attention skips the rectangles of later keys."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,18 +208,19 @@ def _rectangles(spans: Sequence[Span], row_tokens: int, ring_size: int, rank: in
     for step in range(0 if own else 1, ring_size):
         theirs = _chunks_of((rank - step) % ring_size, ring_size, row_tokens)
         for (query_place, query_low, query_high), (key_place, key_low, key_high) in product(mine, theirs):
-            # If this rank's own chunks are adjacent in the row, a span already covers them.
-            if key_high > query_low or (step == 0 and key_high == query_low):
+            # A span covers a chunk's own keys, and this rank's own chunks if they are adjacent in the row.
+            if step == 0 and max(query_low, key_low) <= min(query_high, key_high):
                 continue
-            # Only documents that start before the key chunk ends and end after the query chunk starts have both.
-            for row, start, end in (span for span in spans if span[1] < key_high and span[2] > query_low):
-                key_first = max(start, key_low)
+            # Only documents that start before the earlier chunk ends and end after the later chunk starts have both.
+            first_end, last_start = min(query_high, key_high), max(query_low, key_low)
+            for row, start, end in (span for span in spans if span[1] < first_end and span[2] > last_start):
+                query_first, key_first = max(start, query_low), max(start, key_low)
                 base = row * ring_tokens
                 yield Rectangle(
                     step,
-                    base + query_place,
+                    base + query_place + query_first - query_low,
                     base + query_place + min(end, query_high) - query_low,
                     base + key_place + key_first - key_low,
-                    base + key_place + key_high - key_low,
-                    query_low - key_first,
+                    base + key_place + min(end, key_high) - key_low,
+                    query_first - key_first,
                 )

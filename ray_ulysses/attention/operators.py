@@ -45,7 +45,7 @@ from ray_ulysses.parallel.layout import HeadPlan, RankHeads, part_of
 
 _SETTINGS = (
     "Tensor? sinks, Tensor cu_seqlens, Tensor borders, Tensor rectangles, int[] heads, float scale, int window, "
-    "float softcap, str kernel, str ulysses, str ring"
+    "bool causal, float softcap, str kernel, str ulysses, str ring"
 )
 """Schema of the arguments that follow each operator's tensors: the fields of :class:`OperatorSettings`."""
 
@@ -62,7 +62,9 @@ class OperatorSettings(NamedTuple):
     """``[H, K, D, E]``: the layer's numbers of heads and head sizes."""
     scale: float
     window: int
-    """Number of tokens of its document that each token sees, including itself; 0 for no limit."""
+    """Number of tokens of its document that each token sees, including itself; 0 for no limit. In bidirectional
+    attention, on either side."""
+    causal: bool
     softcap: float
     """Cap on the scores; 0 for no cap."""
     kernel: str
@@ -85,6 +87,7 @@ class OperatorSettings(NamedTuple):
             kernel=self.kernel,
             scale=self.scale,
             window=self.window or None,
+            causal=self.causal,
             softcap=self.softcap or None,
             spans=Spans(cu_seqlens=self.cu_seqlens, borders=borders, max_seqlen=longest),
             rectangles=tuple(Rectangle(*fields) for fields in self.rectangles.tolist()),

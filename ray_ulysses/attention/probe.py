@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ HARMLESS_KEYWORDS = frozenset(
     {
         "position_ids", "position_embeddings", "cache_position", "use_cache", "past_key_values", "output_attentions",
         "output_hidden_states", "return_dict", "layer_idx", "num_items_in_batch", "output_router_logits",
-        "logits_to_keep",
+        "logits_to_keep", "deterministic",
     }
 )  # fmt: skip
 """Keyword arguments of an attention call that do not affect its result."""
@@ -65,10 +65,12 @@ class LayerAttention:
     head_size: int
     value_size: int
     window: int | None
-    """Sliding window of the module's mask in tokens, including the query itself, or None for no window."""
+    """Sliding window of the module's mask in tokens, including the query itself, or None for no window. In
+    bidirectional attention, the window is on either side."""
     has_softcap: bool
     local_span: int | None = None
     """Length in tokens of the mask's local spans, or None if the mask has no local spans."""
+    causal: bool = True
 
 
 @dataclass(slots=True)
@@ -82,7 +84,13 @@ class ProbeResult:
     mixers: set[str] = field(default_factory=set)
     """Names of the supported recurrent layers that were called."""
     num_positions: int | None = None
-    """Size of the model's smallest position table, or None if the model has no position table."""
+    """Longest document for the model's smallest position table, or None if the model has no position table."""
+    first_position: int = 0
+    """Position id of a document's first token, which a model without position ids in its call would use."""
+
+    def bidirectional(self) -> str | None:
+        """Return the name of the first attention module with a bidirectional mask, or None if there is none."""
+        return next((name for name, layer in self.layers.items() if not layer.causal), None)
 
     def add(self, problem: str) -> None:
         """Record a problem, once."""
@@ -137,7 +145,8 @@ def probe_model(model: nn.Module) -> ProbeResult:
             result.add(f"its forward fails when called without an attention mask ({text})")
     found = [f"an operation outside its attention mixes tokens ({name})" for name in operations.found]
     result.problems = found + result.problems
-    result.num_positions = operations.num_positions
+    if operations.num_positions is not None:
+        result.num_positions = operations.num_positions - result.first_position
     if not result.problems:
         _find_private_attention(copy, result)
     return result
@@ -188,7 +197,7 @@ def use_attention(model: Any, name: str) -> None:
 
     Sub-models that exist only in the configuration are left out, because Transformers would warn about them.
     """
-    own = {id(getattr(module, "config", None)) for module in model.modules()}
+    own = {id(module.config) for module in model.modules() if getattr(module, "config", None) is not None}
     parts = [part for part in model.config.sub_configs if id(getattr(model.config, part)) in own]
     model.set_attn_implementation({"": name} | dict.fromkeys(parts, name))
 
@@ -219,6 +228,8 @@ def _call_twice(copy: Any, noise: torch.Tensor, result: ProbeResult, operations:
     first, second = arrangements = _arrangements(copy.config.get_text_config(decoder=True))
     with operations:
         before = _logits(copy, first, forward)
+    if operations.num_positions is not None:
+        _find_first_position(copy, first, forward, operations)
     after = _logits(copy, second, forward)
     if agree(before, after, arrangements):
         return
@@ -231,6 +242,18 @@ def _call_twice(copy: Any, noise: torch.Tensor, result: ProbeResult, operations:
         f"the result of {type(copy).__name__ if mixing is None else f'{mixing.kind} at {mixing.name}'} for a token "
         "depends on other tokens, on the token's index in the row or on random numbers"
     )
+
+
+def _find_first_position(copy: Any, arrangement: Arrangement, forward: _Forward, operations: TokenOperations) -> None:
+    """Compare the entries of the position table that are used with position ids from 0 and without position ids.
+
+    RoBERTa's position ids start after that of its padding token.
+    """
+    unnumbered = TokenOperations(TOKENS)
+    with unnumbered:
+        copy(input_ids=arrangement.input_ids_BT, use_cache=False, **{MODEL_INPUT: forward})
+    if unnumbered.num_positions is not None and operations.num_positions is not None:
+        forward.result.first_position = operations.num_positions - unnumbered.num_positions
 
 
 def _logits(copy: Any, arrangement: Arrangement, forward: _Forward) -> torch.Tensor:
@@ -298,7 +321,8 @@ def _probe_attention(
     for problem in refused_keywords(kwargs):
         result.add(f"{kind} {problem}")
     if query_BHLD.shape[0] == 1:
-        _record_layer(module, forward, (query_BHLD, key_BKLD, value_BKLE), attention_mask, softcap)
+        qkv_BHLD = query_BHLD, key_BKLD, value_BKLE
+        _record_layer(module, forward, qkv_BHLD, attention_mask, softcap, kwargs.get("is_causal"))
     # [B, H, L, D] -> [B, L, H, E]. The output depends on the query, key and value of the same token only.
     query_BL, key_BL = (_to_number(tensor, forward.noise) for tensor in (query_BHLD, key_BKLD))
     score_BL = query_BL * (1.0 if scaling is None else scaling) + key_BL
@@ -322,10 +346,7 @@ def _probe_mixer(
 def refused_keywords(kwargs: Mapping[str, Any]) -> list[str]:
     """Describe unsupported keyword arguments of an attention call, as phrases that follow the module's name."""
     odd = sorted(key for key, value in kwargs.items() if key not in _KNOWN_KEYWORDS and value is not None)
-    problems = [f"passes {', '.join(odd)} to its attention, which no kernel supports"] if odd else []
-    if kwargs.get("is_causal") is False:
-        problems.append("passes is_causal=False to its attention; only causal attention is supported")
-    return problems
+    return [f"passes {', '.join(odd)} to its attention, which no kernel supports"] if odd else []
 
 
 def _record_layer(
@@ -334,32 +355,30 @@ def _record_layer(
     qkv_BHLD: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mask: torch.Tensor | None,
     softcap: float | None,
+    is_causal: bool | None,
 ) -> None:
     kind, result, (query, key, value) = type(module).__name__, forward.result, qkv_BHLD
     if mask is None:
-        result.add(f"{kind} receives no causal mask from its model")
+        result.add(f"{kind} receives no attention mask from its model")
         return
     mask_function = getattr(mask, "_mask_function", None)
     if mask_function is None:
         result.add(f"{kind} builds its own attention mask")
         return
-    window = local_span = None
     try:
-        window = window_of(mask_function, forward.window_tokens)
+        found = mask_of(mask_function, forward.window_tokens)
     except NotAWindow:
-        try:
-            local_span = local_span_of(mask_function, forward.window_tokens)
-        except NotAWindow:
-            result.add(f"the attention mask of {kind} is not causal, or is neither a sliding window nor local spans")
-            return
+        result.add(f"the attention mask of {kind} is neither a sliding window nor causal local spans")
+        return
+    if is_causal is not None and is_causal != found.causal:
+        result.add(f"{kind} passes is_causal={is_causal} to its attention, which its mask contradicts")
     layer = LayerAttention(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_size=query.shape[3],
         value_size=value.shape[3],
-        window=window,
         has_softcap=softcap is not None,
-        local_span=local_span,
+        **found._asdict(),
     )
     name = forward.names[id(module)]
     if result.layers.setdefault(name, layer) != layer:
@@ -383,6 +402,29 @@ class NotAWindow(Exception):
     """Raised if a mask function does not describe the expected kind of mask."""
 
 
+class Mask(NamedTuple):
+    """The mask of an attention module; see `LayerAttention`."""
+
+    window: int | None = None
+    local_span: int | None = None
+    causal: bool = True
+
+
+def mask_of(mask_function: MaskFunction, num_tokens: int) -> Mask:
+    """Determine a mask's kind by evaluating the mask on a row of ``num_tokens`` tokens.
+
+    Raises:
+        NotAWindow: The mask is neither a window on one or both sides nor causal local spans.
+    """
+    last = torch.tensor(num_tokens - 1)
+    if bool(_visible(mask_function, torch.tensor(0), last)) or bool(_visible(mask_function, last - 1, last)):
+        return Mask(window=window_of(mask_function, num_tokens, causal=False), causal=False)
+    try:
+        return Mask(window=window_of(mask_function, num_tokens))
+    except NotAWindow:
+        return Mask(local_span=local_span_of(mask_function, num_tokens))
+
+
 def longer_than_any_window(settings: Mapping[str, Any]) -> int:
     """Return a row length greater than twice every integer in a configuration, ignoring integers above 16M."""
     return 2 * max((one for one in _integers(settings) if one <= _LONGEST), default=0) + 257
@@ -396,14 +438,16 @@ def _integers(value: Any) -> list[int]:
     return [value] if isinstance(value, int) and not isinstance(value, bool) else []
 
 
-def window_of(mask_function: MaskFunction, num_tokens: int) -> int | None:
-    """Determine the sliding window of a causal mask by evaluating the mask on a row of ``num_tokens`` tokens.
+def window_of(mask_function: MaskFunction, num_tokens: int, *, causal: bool = True) -> int | None:
+    """Determine the sliding window of a mask by evaluating the mask on a row of ``num_tokens`` tokens.
 
     Returns:
-        Number of tokens that each token sees, including itself, or None if each token sees all earlier tokens.
+        Number of tokens that each token sees, including itself, or None if each token sees all earlier tokens. In a
+        bidirectional mask, each token sees as many later tokens.
 
     Raises:
-        NotAWindow: The mask is not causal, or the visible tokens are not a window.
+        NotAWindow: The mask is not causal, or not bidirectional if ``causal`` is false, or the visible tokens are not a
+            window.
     """
     last = torch.tensor(num_tokens - 1)
     window = int(_visible(mask_function, last, torch.arange(num_tokens)).sum())
@@ -411,9 +455,12 @@ def window_of(mask_function: MaskFunction, num_tokens: int) -> int | None:
         raise NotAWindow
 
     def expected(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return (keys <= queries) & (keys > queries - window)
+        is_late = keys > queries if causal else keys >= queries + window
+        return (keys > queries - window) & ~is_late
 
     _compare(mask_function, num_tokens, lambda queries: queries - window, expected)
+    if not causal:
+        _compare(mask_function, num_tokens, lambda queries: queries + window, expected)
     return None if window == num_tokens else window
 
 

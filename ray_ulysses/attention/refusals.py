@@ -38,6 +38,7 @@ _MIXING_MODULES = (nn.Conv1d, nn.RNNBase)
 _RANDOM_WORDS = ("dropout", "pdrop", "layerdrop", "drop_path", "jitter")
 # Prefixes of settings for classification and summary heads, which causal language models lack.
 _OTHER_HEADS = ("classifier_", "summary_")
+_CROSS_ATTENTION = "an encoder and a decoder; only models with self-attention alone can be trained exactly"
 _UNSUPPORTED_SETTINGS = {
     "alibi": "ALiBi position biases",
     "index_topk": "attention to tokens selected by an indexer",
@@ -47,7 +48,7 @@ _UNSUPPORTED_SETTINGS = {
 
 
 def refuse_config(config: Any) -> None:
-    """Raise if a configuration shows that its decoder can't be trained exactly. No model is built.
+    """Raise if a configuration shows that its model can't be trained exactly. No model is built.
 
     Args:
         config: A ``PreTrainedConfig``. For a multimodal model, the text configuration is checked.
@@ -59,13 +60,34 @@ def refuse_config(config: Any) -> None:
     kind = str(config.model_type)
     values: dict[str, Any] = config.to_dict()
     if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"{kind} has an encoder; only decoders with causal self-attention can be trained exactly")
-    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
-        raise UserError(f"{kind} is configured for bidirectional attention; only causal attention is supported")
+        raise UserError(f"{kind} has {_CROSS_ATTENTION}")
     exact = _EXACT_LAYER_TYPES | HYBRID_LAYER_TYPES.get(kind, frozenset())
     _refuse_layers(kind, sorted(set(getattr(config, "layer_types", None) or ()) - exact))
     _refuse_noise(values)
     _refuse_unsupported(kind, values)
+    if values.get("token_dropout"):
+        raise UserError(
+            f"{kind} sets token_dropout=true, which scales the embeddings of a row by its number of masked tokens, but "
+            "a row contains several documents; set token_dropout: false"
+        )
+
+
+def refuse_direction(result: ProbeResult, kind: str, *, is_causal: bool) -> None:
+    """Raise if a model's attention is bidirectional in a causal language model, or causal in a masked one.
+
+    Raises:
+        UserError: The message contains a module with the other kind of attention.
+    """
+    if is_causal and (name := result.bidirectional()) is not None:
+        raise UserError(
+            f"{kind} has bidirectional attention at {name}, with which it would see the tokens that it predicts; use a "
+            "decoder (for BERT, set is_decoder: true in its config.json), or train a masked language model"
+        )
+    if not is_causal and (name := next((at for at, layer in result.layers.items() if layer.causal), None)) is not None:
+        raise UserError(
+            f"{kind} has causal attention at {name}, but a masked language model needs bidirectional attention; use an "
+            "encoder such as modernbert, or train a causal language model"
+        )
 
 
 def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> ProbeResult:
@@ -83,7 +105,7 @@ def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> 
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     # An encoder appears only in the complete configuration, not in the text configuration.
     if getattr(base.config, "is_encoder_decoder", False):
-        raise UserError(f"{kind} has an encoder; only decoders with causal self-attention can be trained exactly")
+        raise UserError(f"{kind} has {_CROSS_ATTENTION}")
     # Transformers does not set this flag for hybrids; their attention is checked by the probe.
     if not getattr(base, "_supports_attention_backend", False) and not any(find_mixers(base)):
         raise UserError(
@@ -210,16 +232,6 @@ def _refuse_modules(model: nn.Module, kind: str) -> None:
                 "module from the adapter's target_modules, or add it to modules_to_save to train its full weight"
             )
     for name, module in model.named_modules():
-        if getattr(module, "is_causal", True) is False:
-            raise UserError(
-                f"{kind} has bidirectional attention at {name}; only causal attention is supported (for a multimodal "
-                "model, train only the text decoder; for a BERT decoder, set is_decoder: true in its config.json)"
-            )
-        if hasattr(module, "create_position_ids_from_input_ids"):
-            raise UserError(
-                f"{kind} offsets positions by its padding token ({name}), so packing a document would change its "
-                "positions; use a decoder whose positions start at 0"
-            )
         # The configuration does not show all dropout: an adapter may add its own.
         rate = getattr(module, "p", 0.0) if "Dropout" in type(module).__name__ else 0.0
         if rate:

@@ -32,12 +32,14 @@ class RingLayer:
     kernel: str
     scale: float
     window: int | None
-    """Number of tokens of its document that each token sees, including itself, or None for no limit."""
+    """Number of tokens of its document that each token sees, including itself, or None for no limit; in bidirectional
+    attention, on either side."""
+    causal: bool
     softcap: float | None
     spans: Spans
-    """Causal spans of this rank's tokens."""
+    """Spans of this rank's tokens."""
     rectangles: tuple[Rectangle, ...]
-    """Blocks of this rank's queries and earlier keys, for all ring steps."""
+    """Blocks of this rank's queries and other keys, for all ring steps."""
     calls: tuple[tuple[slice, slice], ...]
     """``(query heads, KV heads)`` of each kernel call."""
     ring: dist.ProcessGroup | None
@@ -45,11 +47,12 @@ class RingLayer:
 
 
 class _Tokens(NamedTuple):
-    """The queries and keys of a kernel call. ``spans`` is set only for the causal call over this rank's own tokens."""
+    """The queries and keys of a kernel call. ``spans`` is set only for the call over this rank's own tokens."""
 
     query: slice
     key: slice
     left: int | None
+    right: int | None
     spans: Spans | None
 
 
@@ -154,7 +157,7 @@ def _write(into: Gradients, grads: Gradients) -> None:
 
 def _kernel(query_THD: torch.Tensor, value_TKE: torch.Tensor, layer: RingLayer) -> KernelEntry:
     sizes, has_window = (query_THD.shape[2], value_TKE.shape[2]), layer.window is not None
-    demand = demand_of(query_THD, *sizes, has_window, layer.softcap is not None)
+    demand = demand_of(query_THD, *sizes, has_window, layer.softcap is not None, layer.causal)
     return choose_kernel(layer.kernel, demand)[0]
 
 
@@ -162,7 +165,7 @@ def _own(layer: RingLayer) -> _Tokens:
     # A window at least as long as the longest span hides nothing.
     hides = layer.window is not None and layer.window < layer.spans.max_seqlen
     left = layer.window - 1 if layer.window is not None and hides else None
-    return _Tokens(slice(None), slice(None), left, layer.spans)
+    return _Tokens(slice(None), slice(None), left, None if layer.causal else left, layer.spans)
 
 
 def _blocks(layer: RingLayer, step: int) -> Iterator[_Tokens]:
@@ -170,7 +173,7 @@ def _blocks(layer: RingLayer, step: int) -> Iterator[_Tokens]:
     if step == 0:
         yield _own(layer)
     for rectangle in layer.rectangles:
-        if rectangle.step == step:
+        if rectangle.step == step and not (layer.causal and rectangle.distance < 0):
             block = _trimmed(rectangle, layer.window)
             if block is not None:
                 yield block
@@ -180,7 +183,22 @@ def _trimmed(rectangle: Rectangle, window: int | None) -> _Tokens | None:
     """Trim a rectangle to the queries and keys within the window's reach of each other; return None if none remain."""
     _, query_start, query_stop, key_start, key_stop, distance = rectangle
     if window is None:
-        return _Tokens(slice(query_start, query_stop), slice(key_start, key_stop), None, None)
+        return _Tokens(slice(query_start, query_stop), slice(key_start, key_stop), None, None, None)
+    if distance < 0:
+        # All queries precede all keys, and query i sees key j if j - i - distance < window.
+        skipped = max(0, 1 - window - distance)
+        num_queries = query_stop - query_start - skipped
+        num_keys = min(key_stop - key_start, num_queries + (distance + skipped) + window - 1)
+        if num_keys <= 0 or num_queries <= 0:
+            return None
+        right = num_queries - num_keys + (distance + skipped) + window - 1
+        return _Tokens(
+            slice(query_start + skipped, query_stop),
+            slice(key_start, key_start + num_keys),
+            None,
+            right if right < num_queries - 1 else None,
+            None,
+        )
     # All keys precede all queries, and query i sees key j if distance + i - j < window.
     skipped = max(0, distance - window + 1)
     num_keys = key_stop - key_start - skipped
@@ -193,6 +211,7 @@ def _trimmed(rectangle: Rectangle, window: int | None) -> _Tokens | None:
         slice(key_start + skipped, key_stop),
         left if left < num_keys - 1 else None,
         None,
+        None,
     )
 
 
@@ -203,8 +222,9 @@ def _call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Ri
         value_UKE=value[block.key],
         spans=block.spans,
         scale=layer.scale,
-        causal=block.spans is not None,
+        causal=layer.causal and block.spans is not None,
         left=block.left,
+        right=block.right,
         softcap=layer.softcap,
     )
 

@@ -1,4 +1,4 @@
-"""Ulysses attention in Hugging Face decoders.
+"""Ulysses attention in Hugging Face decoders and encoders.
 
 ``apply_ulysses`` registers an attention function under a new name, so other attention backends are unchanged. A forward
 pre-hook passes the document tables to the layers as a keyword argument, so a recomputation in the backward pass uses
@@ -45,6 +45,7 @@ _TAKEN_CONFIG = (
 
 _WINDOW = "_ray_ulysses_window"
 _LOCAL_SPAN = "_ray_ulysses_local_span"
+_CAUSAL = "_ray_ulysses_causal"
 
 _log = get_logger(__name__)
 
@@ -52,14 +53,14 @@ _log = get_logger(__name__)
 def apply_ulysses(
     model: nn.Module, mesh: SequenceMesh, attention: KernelName = "auto", *, head_groups: int = 1
 ) -> nn.Module:
-    """Make a Hugging Face decoder attend over complete rows while each rank processes a slice of the rows.
+    """Make a Hugging Face model attend over complete rows while each rank processes a slice of the rows.
 
     Call this function after building the model and before an engine wraps it. Then call the model with
     ``**batch.model_inputs()``, where ``batch`` comes from :func:`shard_batch`. A second call replaces the mesh.
     :func:`remove_ulysses` restores the model.
 
     Args:
-        model: A ``PreTrainedModel`` with causal self-attention.
+        model: A ``PreTrainedModel`` with causal or bidirectional self-attention.
         mesh: The mesh whose ``sp`` ranks share each row.
         attention: Name of the attention kernel. ``auto`` selects the fastest kernel that supports a layer.
         head_groups: Number of KV head groups. Each group is exchanged and attended in turn, so more groups take less
@@ -91,6 +92,7 @@ def apply_ulysses(
     num_tokens = getattr(base.get_input_embeddings(), "num_embeddings", None)
     num_logits = getattr(base.get_output_embeddings(), "out_features", None)
     has_temperature = take_temperature(base)
+    first_position = probed.first_position
     has_router_loss = bool(getattr(config, "output_router_logits", False))
     sizes = sorted({layer.local_span for layer in probed.layers.values() if layer.local_span is not None})
     make_context = context_maker(mesh, attention, head_groups, local_spans=sizes, needs_positions=has_temperature)
@@ -103,6 +105,8 @@ def apply_ulysses(
         check_adapters(module)
         check_tables(batch, num_tokens, num_logits, probed.num_positions)
         current.batch = batch
+        if first_position:
+            kwargs["position_ids"] = batch.position_ids_BL + first_position
         if has_router_loss:
             # The model would compute its router loss from a slice. `causal_lm_loss` computes it from complete rows.
             kwargs.setdefault("output_router_logits", False)
@@ -115,7 +119,8 @@ def apply_ulysses(
 def _attach(base: Any, probed: ProbeResult) -> dict[str, str]:
     modules = {name: base.get_submodule(name) for name in probed.layers}
     for name, module in modules.items():
-        set_window(module, probed.layers[name].window, probed.layers[name].local_span)
+        layer = probed.layers[name]
+        set_window(module, layer.window, layer.local_span, causal=layer.causal)
     modules |= mix_documents(base)
     for name, module in modules.items():
         setattr(module, ATTACHED, name)
@@ -190,7 +195,7 @@ def _local_span_tables(batch: ShardedBatch, mesh: SequenceMesh, sizes: Sequence[
     return {size: local_span_tables(batch.documents, size, **ring) for size in sizes}
 
 
-def set_window(module: nn.Module, window: int | None, local_span: int | None = None) -> None:
+def set_window(module: nn.Module, window: int | None, local_span: int | None = None, *, causal: bool = True) -> None:
     """Set the sliding window or the local spans of an attention module. Call this function before any forward.
 
     :func:`apply_ulysses` determines both from the mask that Transformers builds for the module, because some models do
@@ -198,12 +203,33 @@ def set_window(module: nn.Module, window: int | None, local_span: int | None = N
 
     Args:
         module: The module that Transformers' interface passes to :func:`ulysses_attention`.
-        window: Number of tokens of its document that each token sees, including itself, or None for no limit.
+        window: Number of tokens of its document that each token sees, including itself, or None for no limit. In
+            bidirectional attention, the window is on either side.
         local_span: Length in tokens of the local spans into which documents are divided, or None for no local spans.
+        causal: Whether a token sees no later token.
     """
     # Plain integers, on which torch.compile guards.
     setattr(module, _WINDOW, window or 0)
     setattr(module, _LOCAL_SPAN, local_span or 0)
+    setattr(module, _CAUSAL, causal)
+
+
+def refuse_visible_labels(model: Any, batch: ShardedBatch) -> None:
+    """Raise if a batch's labels are next tokens, and a model's attention sees later tokens.
+
+    Args:
+        model: A ``PreTrainedModel``, or None to skip the check.
+        batch: The batch of which a loss of tokens is computed.
+
+    Raises:
+        UserError: The message contains the argument to set.
+    """
+    modules = () if model is None or not batch.has_shifted_labels else model.modules()
+    if any(getattr(module, _CAUSAL, True) is False for module in modules):
+        raise UserError(
+            "the labels of the batch are next tokens, which this model's bidirectional attention sees; call "
+            "shard_batch(..., shift_labels=False)"
+        )
 
 
 def _refuse_taken_config(model: Any) -> None:
@@ -223,8 +249,8 @@ def _refuse_kernels(model: nn.Module, layers: Collection[LayerAttention], attent
     dtype = torch.bfloat16 if parameter.dtype == torch.float32 else parameter.dtype
     like = torch.empty(0, dtype=dtype, device=parameter.device)
     for layer in layers:
-        has_window = layer.window is not None
-        choose_kernel(attention, demand_of(like, layer.head_size, layer.value_size, has_window, layer.has_softcap))
+        sizes, has_window = (layer.head_size, layer.value_size), layer.window is not None
+        choose_kernel(attention, demand_of(like, *sizes, has_window, layer.has_softcap, layer.causal))
 
 
 def ulysses_attention(
@@ -265,9 +291,9 @@ def ulysses_attention(
     query_BHLD, key_BKLD, value_BKLE = _in_autocast_dtype(query_BHLD, key_BKLD, value_BKLE)
     _check_tensors(module, context, query_BHLD, key_BKLD, value_BKLE)
     (num_heads, head_size), (num_kv_heads, value_size) = query_BHLD.shape[1::2], value_BKLE.shape[1::2]
-    window, local_span = getattr(module, _WINDOW), getattr(module, _LOCAL_SPAN)
+    window, local_span, causal = getattr(module, _WINDOW), getattr(module, _LOCAL_SPAN), getattr(module, _CAUSAL)
     if not torch.compiler.is_compiling():
-        context.announce(demand_of(query_BHLD, head_size, value_size, window != 0, softcap is not None))
+        context.announce(demand_of(query_BHLD, head_size, value_size, window != 0, softcap is not None, causal))
     if s_aux is not None and context.ulysses:
         mine = assign_heads(num_heads, num_kv_heads, context.ulysses_size).ranks[context.ulysses_rank]
         s_aux = s_aux[mine.first : mine.stop]
@@ -281,6 +307,7 @@ def ulysses_attention(
         heads=[num_heads, num_kv_heads, head_size, value_size],
         scale=head_size**-0.5 if scaling is None else float(scaling),
         window=window,
+        causal=causal,
         softcap=softcap or 0.0,
         kernel=context.kernel,
         ulysses=context.ulysses,
@@ -333,8 +360,6 @@ def _checked(
         raise UserError(f"{name} received an attention mask; remove it, since shard_batch separates documents")
     if dropout:
         raise UserError(f"{name} requests attention dropout {dropout}; set attention_dropout: 0.0")
-    if getattr(module, "is_causal", True) is False:
-        raise UserError(f"{name} has bidirectional attention; only causal attention is supported")
     for problem in refused_keywords(kwargs):
         raise UserError(f"{name} {problem}")
     if not hasattr(module, _WINDOW):

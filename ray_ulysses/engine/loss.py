@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch, held_document_numbers
+from ray_ulysses.attention.ulysses import refuse_visible_labels
 from ray_ulysses.engine.model_parts import ModelParts, NoTilesError, find_parts, inner_model, refuse_auxiliary_loss
 from ray_ulysses.engine.router_loss import SCORES_WANTED, RouterLoss, router_loss_of, router_loss_sum
 from ray_ulysses.engine.tiled_loss import TiledLoss, TokenLoss, token_losses
@@ -113,6 +114,7 @@ def training_loss(
         UserError: The model's own forward adds another loss, the loss can't be tiled, or a wrapper rounds the loss.
     """
     num_tokens = (batch.labels_BL != IGNORE_INDEX).sum()
+    refuse_visible_labels(inner_model(model), batch)
     refuse_own_loss(inner_model(model))
     router_loss = router_loss_of(inner_model(model))
     assert document_loss is None or not (z_loss or token_loss or batch.label_weights_BL is not None)
@@ -184,6 +186,7 @@ def _refuse_rounded(loss_sum: torch.Tensor) -> None:
 
 def score_tokens(model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSetting = "auto") -> TokenScores:
     """Return each position's loss and prediction, without gradients. All ranks of ``sp`` must call this function."""
+    refuse_visible_labels(inner_model(model), batch)
     with torch.no_grad():
         parts = _tiled_parts(model, tile)
         if parts is None:
@@ -334,19 +337,22 @@ def _losses(model: Any) -> tuple[float, float] | None:
     try:
         with torch.no_grad():
             result = _finished(find_parts(model), output, head, inputs)
-            logits_NV = result.logits[0, :-1].float()
+            logits_NV = result.logits[0].float()
     except Exception:
         # Catch everything: the model may be built differently, or its forward may read values missing from `output`.
         return None
     if not torch.is_tensor(result.loss):
         return None
-    return float(result.loss), float(torch.nn.functional.cross_entropy(logits_NV, ids_1N[0, 1:]))
+    cross_entropy = torch.nn.functional.cross_entropy
+    # A masked language model's labels are not shifted.
+    own = [float(cross_entropy(logits_NV[:-1], ids_1N[0, 1:])), float(cross_entropy(logits_NV, ids_1N[0]))]
+    return float(result.loss), min(own, key=lambda one: abs(one - float(result.loss)))
 
 
 def _finished(parts: ModelParts, output: Any, head: Any, inputs: dict[str, Any]) -> Any:
     for _ in range(_MOST_FIELDS):
         try:
-            return parts.finished(output, head, (), inputs)
+            return parts.finished(output, dict.fromkeys(parts.heads, head), (), inputs)
         except AttributeError as error:
             if error.obj is not output or error.name is None:
                 raise

@@ -13,7 +13,7 @@ from torch import nn
 
 from ray_ulysses.attention.mixers import find_mixers, shared_sizes
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
-from ray_ulysses.attention.refusals import refuse_config, refuse_inexact
+from ray_ulysses.attention.refusals import refuse_config, refuse_direction, refuse_inexact
 from ray_ulysses.engine.adapter import add_adapter, count_trained, find_adapted, trained_part
 from ray_ulysses.engine.adapter_start import load_adapter, refuse_other_adapter, refuse_other_tensors, unapplied
 from ray_ulysses.engine.load_weights import PretrainedWeights, find_weights, together
@@ -369,6 +369,7 @@ def refuse_architecture(
     if dtype is not None:
         _refuse_unaligned_experts(model, dtype)
     result = refuse_inexact(model, model.config.get_text_config(decoder=True), None)
+    refuse_direction(result, model.config.model_type, is_causal=task == "causal_lm")
     if router_loss_of(model) is not None and uses_pairs:
         raise UserError(
             "optimizer.router_loss: the model has a router loss, a mean over tokens, which does not fit a loss of "

@@ -1,4 +1,4 @@
-"""Finds a model's decoder and output head, and splits the model's own forward at the end of the decoder.
+"""Finds a model's decoder or encoder and its output head, and splits the model's own forward at the end of the decoder.
 
 When a module runs over tiles, its router scores are recorded per tile. Transformers (5.20 to 5.23) collects router
 scores with hooks, in a private list that exists while the decoder runs. Only this file accesses that list.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
     from torch import nn
@@ -40,18 +40,17 @@ class NoTilesError(UserError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelParts:
-    """Decoder, output head and forward of a causal language model."""
+    """Decoder, output head and forward of a language model. A masked model's encoder is called the decoder here."""
 
     model: Any
     forward: Callable[..., Any]
     """The ``forward`` function of the model's class."""
     decoder: str
     """Name of the child module that maps token IDs to hidden states."""
-    head: str
-    """Name of the child module that maps hidden states to logits."""
-    head_module: nn.Module
-    bare_head: nn.Module
-    """A stand-in for the head without hooks, called once per tile. The head's own hooks gather weights only once."""
+    heads: dict[str, nn.Module]
+    """Child modules that together map hidden states to logits, by name."""
+    bare_heads: dict[str, nn.Module]
+    """Stand-ins for the heads without hooks, called once per tile. The heads' own hooks gather weights only once."""
 
     def decoded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward up to the end of the decoder, and return the decoder's output."""
@@ -78,17 +77,19 @@ class ModelParts:
         """Return the forward after the decoder as a function from hidden states ``[1, T, H]`` to logits."""
 
         def logits_of(hidden_1TH: torch.Tensor) -> torch.Tensor:
-            result = self.finished(replace(output, last_hidden_state=hidden_1TH), self.bare_head, args, kwargs)
+            result = self.finished(replace(output, last_hidden_state=hidden_1TH), self.bare_heads, args, kwargs)
             refuse_auxiliary_loss(result)
             logits_1TV: torch.Tensor = result.logits
             return logits_1TV
 
         return logits_of
 
-    def finished(self, output: Any, head: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def finished(
+        self, output: Any, heads: Mapping[str, Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run the model's own forward with ``output`` in place of the decoder's output."""
         decoder = self._stand_in(lambda decoder, *args, **kwargs: output)
-        return self.forward(self._with({self.decoder: decoder, self.head: head}), *args, **kwargs)
+        return self.forward(self._with({self.decoder: decoder, **heads}), *args, **kwargs)
 
     def _stand_in(self, call: Callable[..., Any]) -> _Decoder:
         return _Decoder(self.model.get_submodule(self.decoder), self.model.get_input_embeddings(), call)
@@ -156,18 +157,15 @@ def find_parts(model: Any) -> ModelParts:
     embeddings, logits = model.get_input_embeddings(), model.get_output_embeddings()
     children = {name: child for name, child in model.named_children() if any(True for _ in child.parameters())}
     decoders = [name for name, child in children.items() if any(one is embeddings for one in child.modules())]
-    rest = {name: child for name, child in children.items() if name not in decoders}
-    heads = [name for name, child in rest.items() if any(one is logits for one in child.modules())]
-    has_more = len(rest) > 1 or any(True for _ in model.named_parameters(recurse=False))
-    if len(decoders) != 1 or len(heads) != 1 or has_more:
+    heads = {name: child for name, child in children.items() if name not in decoders}
+    has_logits = any(one is logits for child in heads.values() for one in child.modules())
+    if len(decoders) != 1 or not has_logits or any(True for _ in model.named_parameters(recurse=False)):
         found = ", ".join(children) or "none"
         raise NoTilesError(
             f"{name} does not consist of one decoder and one output head (children with weights: {found}); {_INSTEAD}"
         )
-    head = rest[heads[0]]
-    return ModelParts(
-        model=model, forward=forward, decoder=decoders[0], head=heads[0], head_module=head, bare_head=unhooked(head)
-    )
+    bare_heads = {name: unhooked(head) for name, head in heads.items()}
+    return ModelParts(model=model, forward=forward, decoder=decoders[0], heads=heads, bare_heads=bare_heads)
 
 
 def own_forward(module: Any, setting: str = _OFF) -> Callable[..., Any]:

@@ -257,7 +257,7 @@ def _own_loss(parts: ModelParts, num_experts: int, num_layers: int, num_tokens: 
     ids_1N = torch.zeros(1, num_tokens, dtype=torch.int64)
     inputs = {"input_ids": ids_1N, "labels": ids_1N, **SCORES_WANTED}
     with torch.no_grad():
-        result = parts.finished(output, lambda hidden: logits_1NV, (), inputs)
+        result = parts.finished(output, dict.fromkeys(parts.heads, lambda hidden: logits_1NV), (), inputs)
     loss = getattr(result, "aux_loss", None)
     return _Probe(scores=scores, loss=float(loss), added=float(result.loss)) if torch.is_tensor(loss) else None
 

@@ -11,6 +11,7 @@ Legend: B rows, L tokens of this rank's slice, N = B * L, T tokens of a tile, H 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -61,8 +62,13 @@ class TiledLoss:
 
     def run(self, model: Callable[..., Any]) -> torch.Tensor:
         """Call the model or the engine that wraps the model, and return the sum of all losses as an fp32 scalar."""
-        head = self.parts.head_module
-        with replaced_forward(self.parts.model, self._forward), replaced_forward(head, self._head_forward):
+        heads = list(self.parts.heads.values())
+        with ExitStack() as replaced:
+            replaced.enter_context(replaced_forward(self.parts.model, self._forward))
+            # Each head calls the next one with the same hidden states, so that the hooks of all heads have run.
+            forwards: list[Callable[..., Any]] = [*heads[1:], self._head_forward]
+            for head, following in zip(heads, forwards, strict=True):
+                replaced.enter_context(replaced_forward(head, following))
             loss_sum: torch.Tensor = model(**self.batch.model_inputs(), **self._scores(True))
         return loss_sum
 
@@ -72,7 +78,7 @@ class TiledLoss:
         # Disable router scores for the rest of the forward, which would otherwise compute a router loss per tile.
         self._logits_of = self.parts.logits_function(output, args, {**kwargs, **self._scores(False)})
         # Call the head with its hooks, which gather the weights. The hooks expect a positional tensor argument.
-        loss_sum: torch.Tensor = self.parts.head_module(output.last_hidden_state)
+        loss_sum: torch.Tensor = next(iter(self.parts.heads.values()))(output.last_hidden_state)
         if self.router_loss is None:
             return loss_sum
         self.router_loss_sum = router_loss_sum(output, self.router_loss, self.batch)
@@ -83,9 +89,11 @@ class TiledLoss:
 
     @not_compiled
     def _head_forward(self, hidden_BLH: torch.Tensor) -> torch.Tensor:
-        head = self.parts.head_module
-        _refuse_ungathered(head)
-        weights = [weight for weight in head.parameters() if weight.requires_grad]
+        for name, head in self.parts.heads.items():
+            _refuse_ungathered(name, head)
+        # Heads may share weights.
+        found = dict.fromkeys(weight for head in self.parts.heads.values() for weight in head.parameters())
+        weights = [weight for weight in found if weight.requires_grad]
         loss_sum: torch.Tensor = _SumOfTiles.apply(  # type: ignore[no-untyped-call]
             self, torch.is_grad_enabled(), hidden_BLH.flatten(0, 1), *weights
         )
@@ -224,13 +232,13 @@ def add_gradients(sums: list[torch.Tensor | None], parts: Sequence[torch.Tensor 
             total.add_(part)
 
 
-def _refuse_ungathered(head: nn.Module) -> None:
+def _refuse_ungathered(child: str, head: nn.Module) -> None:
     """Raise if ZeRO-3 has not gathered the weights of the head's submodules."""
     for name, weight in head.named_parameters():
         status = getattr(weight, "ds_status", None)
         if status is not None and status.name != "AVAILABLE":
             raise UserError(
                 f"ZeRO-3 has not gathered the output head's {name}, but the tiled loss needs all weights of the head; "
-                "before building the engine, call deepspeed.utils.set_z3_leaf_module(model.get_output_embeddings(), "
-                "True), or use causal_lm_loss(..., tile='off')"
+                f"before building the engine, call deepspeed.utils.set_z3_leaf_module(model.{child}, True), or use "
+                "causal_lm_loss(..., tile='off')"
             )

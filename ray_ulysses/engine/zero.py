@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +17,7 @@ from ray_ulysses.attention.mixer_layouts import layout_of
 from ray_ulysses.engine.adapter import reads_others
 from ray_ulysses.engine.base_fingerprint import base_fingerprint
 from ray_ulysses.engine.bf16_moments import AdamWBf16Moments
-from ray_ulysses.engine.model_parts import inner_model
+from ray_ulysses.engine.model_parts import NoTilesError, find_parts, inner_model
 from ray_ulysses.engine.muon import MuonAdamW
 from ray_ulysses.engine.optimizer import muon_matrices, parameter_groups
 from ray_ulysses.engine.partition_view import partition_view, shape_of
@@ -182,12 +183,15 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
 
 def _gather_head_at_once(model: nn.Module) -> None:
     """Make ZeRO-3 gather the weights of an output head with submodules, such as adapters, once for all loss tiles."""
-    inner = inner_model(model)
-    head = None if inner is None else inner.get_output_embeddings()
-    if head is not None and any(True for _ in head.children()):
-        from deepspeed.utils import set_z3_leaf_module
+    from deepspeed.utils import set_z3_leaf_module
 
-        set_z3_leaf_module(head, True)
+    inner = inner_model(model)
+    if inner is None:
+        return
+    with suppress(NoTilesError):
+        for head in find_parts(inner).heads.values():
+            if any(True for _ in head.children()):
+                set_z3_leaf_module(head, True)
 
 
 def gather_experts_at_once(model: nn.Module) -> None:

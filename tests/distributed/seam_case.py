@@ -35,7 +35,16 @@ from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.parallel.layout import ParallelLayout, TileSetting
 from ray_ulysses.planner.settings import kept_attention
 from tests.apart import worst
-from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, VOCAB, magnified, plain_config, zoo_model
+from tests.unit.attention.models import (
+    ARCHITECTURES,
+    ENCODERS,
+    HYBRIDS,
+    VOCAB,
+    encoder_model,
+    magnified,
+    plain_config,
+    zoo_model,
+)
 from tests.unit.attention.multimodal import MULTIMODAL, multimodal_model
 from tests.unit.config.trees import small_tree
 from tests.unit.export.runs import fields_of
@@ -101,7 +110,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeamCase:
     architecture: str
-    """Of the zoo or `HEADS`; with an adapter, "tied" and "untied" stand for a small Llama."""
+    """Of the zoo, `ENCODERS` or `HEADS`; with an adapter, "tied" and "untied" stand for a small Llama."""
     ulysses_size: int = 1
     ring_size: int = 1
     dp_size: int = 1
@@ -129,6 +138,11 @@ class SeamCase:
     @property
     def sp_size(self) -> int:
         return self.ulysses_size * self.ring_size
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether labels are those of a masked language model."""
+        return self.architecture in ENCODERS
 
     @property
     def world_size(self) -> int:
@@ -293,6 +307,8 @@ def _whole_model(case: SeamCase, dtype: torch.dtype = torch.float32) -> Any:
         return model
     if case.architecture in MULTIMODAL:
         return multimodal_model(case.architecture).to(dtype)
+    if case.is_masked:
+        return encoder_model(case.architecture, dtype)
     if case.architecture in HEADS:
         return HEADS[case.architecture]().to(dtype)
     routers = {"output_router_logits": True, "router_aux_loss_coef": ROUTER_LOSS} if case.has_router_loss else {}
@@ -370,11 +386,13 @@ def _reference_step(case: SeamCase, num_rows: int, dtype: torch.dtype, attention
                 # Dynamic scaling keeps the longest document's frequencies for later ones.
                 model.base_model.rotary_emb = deepcopy(rotary)
             outputs.append(model(input_ids=input_ids[:, part], use_cache=False))
-            logits, targets = outputs[-1].logits[0, :-1], labels[0, part][1:]
+            logits, targets = outputs[-1].logits[0], labels[0, part]
+            if not case.is_masked:
+                logits, targets = logits[:-1], targets[1:]
             losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
             if case.rows == "weighted":
                 losses = losses + Z_LOSS * logits.logsumexp(-1).square() * (targets != IGNORE_INDEX)
-                losses = losses * weights[0, part][1:]
+                losses = losses * weights[0, part][-len(losses) :]
             sums.append(-losses.sum())
             counts.append(int((targets != IGNORE_INDEX).sum()))
         of_row = sum(counts)
@@ -451,7 +469,8 @@ def _run_case(
     for index in mine:
         ids, labels, lengths = make_row(index, case.rows)
         weights = weights_of(index, labels).to(device) if case.rows == "weighted" else None
-        batches.append(shard_batch(ids.to(device), labels.to(device), lengths, mesh, label_weights=weights))
+        tensors = ids.to(device), labels.to(device)
+        batches.append(shard_batch(*tensors, lengths, mesh, label_weights=weights, shift_labels=not case.is_masked))
     tokens = torch.stack([(batch.labels_BL != IGNORE_INDEX).sum() for batch in batches]).sum()
     if case.preference:
         pairs = sum(len(batch.documents.lengths[0]) // 2 for batch in batches)
@@ -514,6 +533,8 @@ def _step_by_hand(case: SeamCase, model: Any, batches: list[ShardedBatch], token
         losses += sums
     gradients = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         dist.all_reduce(whole)
         gradients[name] = whole.cpu()
@@ -571,6 +592,11 @@ def _tiled_weight(case: SeamCase, model: Any) -> str:
     """Return what stands in the names of the weights that are used tile by tile."""
     if case.mlp_tile is not None and not case.adapter:
         return "mlp"
+    if case.is_masked:
+        # Its decoder is the embedding.
+        return {"bert": "transform.dense", "modernbert": "head.dense", "eurobert": "lm_head"}.get(
+            case.architecture, "lm_head.dense"
+        )
     return "embed_tokens" if model.config.tie_word_embeddings else "lm_head"
 
 

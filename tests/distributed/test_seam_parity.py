@@ -35,7 +35,7 @@ from tests.distributed.seam_case import (
     zero_settings,
 )
 from tests.result_table import ResultTable
-from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, zoo_model
+from tests.unit.attention.models import ARCHITECTURES, ENCODERS, HYBRIDS, zoo_model
 from tests.unit.attention.multimodal import MULTIMODAL
 from tests.unit.config.trees import small_tree
 
@@ -87,6 +87,15 @@ def test_a_step_equals_that_of_one_process() -> None:
 @pytest.mark.parametrize("ranks", KINDS)
 def test_every_kind_of_attention_equals_that_of_one_process_on_slices_and_rings(ranks: int) -> None:
     hold(KINDS[ranks])
+
+
+def test_masked_language_models_equal_one_process_on_slices_and_rings() -> None:
+    # Windows on both sides over a ring, positions after the padding token's, and a tied head under ZeRO-3.
+    hold([
+        SeamCase(architecture="modernbert", ulysses_size=2, ring_size=2, zero_stage=3, accumulation=2, tile=5),
+        SeamCase(architecture="roberta", ulysses_size=2, dp_size=2, zero_stage=1, accumulation=1, kept="both", tile=7),
+        SeamCase(architecture="eurobert", ulysses_size=1, ring_size=4, accumulation=2, rows="weighted"),
+    ])  # fmt: skip
 
 
 @pytest.mark.slow
@@ -195,6 +204,18 @@ def _matrices() -> dict[str, tuple[str, list[SeamCase]]]:
             [
                 SeamCase(architecture=name, ulysses_size=u, ring_size=ring)
                 for u, ring, name in product((1, 2, 3, 4), (1, 2), ARCHITECTURES)
+            ],
+        ),
+        "encoders": (
+            "Law 1 for masked language models: one step against one process, fp32",
+            [
+                SeamCase(
+                    architecture=name, ulysses_size=u, ring_size=ring, zero_stage=stage, accumulation=rows, tile=tile,
+                    kept=kept[(stage + rows + place) % len(kept)],
+                )
+                for u, ring, stage, rows, tile, (place, name) in product(
+                    (1, 2, 4), (1, 2), (1, 2, 3), (1, 3), ("off", 5), enumerate(ENCODERS)
+                )
             ],
         ),
         "hybrids": (

@@ -44,10 +44,11 @@ class Block(NamedTuple):
 class KernelCall:
     """The arguments of one kernel call. Tensors may be strided views with a contiguous last dim.
 
-    Within a span of ``t`` queries and ``u`` keys, query ``i`` sees key ``j`` if both of the following conditions hold.
+    Within a span of ``t`` queries and ``u`` keys, query ``i`` sees key ``j`` if all of the following conditions hold.
     As in flash-attn, the mask is aligned to the bottom right corner::
 
         j <= i + (u - t)               if causal
+        j <= i + (u - t) + right       if right is not None
         j >= i + (u - t) - left        if left is not None
 
     Every query sees at least one key.
@@ -62,6 +63,8 @@ class KernelCall:
     causal: bool
     left: int | None = None
     """Number of earlier tokens that a query sees, or None for no limit."""
+    right: int | None = None
+    """Number of later tokens that a query sees, or None for no limit; None if ``causal``."""
     softcap: float | None = None
     """Cap ``c`` in ``c * tanh(score / c)``, applied to scaled scores, or None for no cap."""
 
@@ -69,6 +72,16 @@ class KernelCall:
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values."""
         return self.query_THD, self.key_UKD, self.value_UKE
+
+    @property
+    def most_right(self) -> int | None:
+        """Number of later tokens that a query sees at most, or None for no limit."""
+        return 0 if self.causal else self.right
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a query sees a limited number of earlier or later tokens."""
+        return self.left is not None or self.right is not None
 
     def each_span(self) -> list[tuple[slice, slice]]:
         """Return the query and key slices of each span, for kernels that process one span at a time."""
@@ -83,10 +96,11 @@ class KernelCall:
         for begin in range(0, length, num_queries):
             end = min(begin + num_queries, length)
             low = 0 if self.left is None else max(0, begin + shift - self.left)
-            high = min(num_keys, end + shift) if self.causal else num_keys
+            right = self.most_right
+            high = num_keys if right is None else min(num_keys, end + shift + right)
             query_at = torch.arange(begin, end, device=device).unsqueeze(1) + shift
             key_at = torch.arange(low, high, device=device).unsqueeze(0)
-            hidden_tu = key_at > query_at if self.causal else None
+            hidden_tu = None if right is None else key_at > query_at + right
             if self.left is not None:
                 early = key_at < query_at - self.left
                 hidden_tu = early if hidden_tu is None else hidden_tu | early
@@ -136,16 +150,19 @@ class Demand:
     value_size: int
     has_window: bool = False
     has_softcap: bool = False
+    is_causal: bool = True
 
     def in_words(self) -> str:
         """Return a description for log lines, such as ``full layers (cuda, bfloat16, heads of 128)``."""
         kind = "window layers" if self.has_window else "full layers"
         sizes = f"{self.head_size}" if self.head_size == self.value_size else f"{self.head_size}/{self.value_size}"
-        capped = ", soft-capped" if self.has_softcap else ""
+        capped = (", soft-capped" if self.has_softcap else "") + ("" if self.is_causal else ", bidirectional")
         return f"{kind}{capped} ({self.device_type}, {str(self.dtype).removeprefix('torch.')}, heads of {sizes})"
 
 
-def demand_of(like: torch.Tensor, head_size: int, value_size: int, has_window: bool, has_softcap: bool) -> Demand:
+def demand_of(
+    like: torch.Tensor, head_size: int, value_size: int, has_window: bool, has_softcap: bool, is_causal: bool
+) -> Demand:
     """Return the requirements of a layer whose inputs have the device and dtype of ``like``."""
     return Demand(
         device_type=like.device.type,
@@ -154,6 +171,7 @@ def demand_of(like: torch.Tensor, head_size: int, value_size: int, has_window: b
         value_size=value_size,
         has_window=has_window,
         has_softcap=has_softcap,
+        is_causal=is_causal,
     )
 
 

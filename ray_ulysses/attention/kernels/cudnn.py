@@ -100,7 +100,7 @@ def _run_of(spans: Spans, first: int, last: int) -> Spans:
 
 
 def _part(call: KernelCall, query: slice, key: slice, spans: Spans | None) -> KernelCall:
-    assert call.left is None or call.left >= key.stop - key.start - 1, "cuDNN is not offered to layers with a window"
+    assert call.right is None and (call.left is None or call.left >= key.stop - key.start - 1), "cuDNN has no windows"
     return replace(
         call, query_THD=call.query_THD[query], key_UKD=call.key_UKD[key], value_UKE=call.value_UKE[key], spans=spans
     )
@@ -201,6 +201,8 @@ def _keeps_last_dim(device: torch.device) -> bool:
 def _refuses(demand: Demand) -> str | None:
     if demand.has_softcap:
         return "it does not support soft-capping"
+    if not demand.is_causal:
+        return "documents can be padded only with a causal mask, so each length would need a cuDNN graph of its own"
     if demand.has_window:
         return "it supports sliding windows only through a mask, with which dQ can be NaN (pytorch#196678)"
     if max(demand.head_size, demand.value_size) > _MAX_HEAD_SIZE:

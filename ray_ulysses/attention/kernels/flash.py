@@ -68,9 +68,12 @@ def _is_aligned(heads_THD: torch.Tensor) -> bool:
 
 def window_of(call: KernelCall) -> tuple[int, int]:
     """Return the window in flash-attn's notation: number of keys left and right of the diagonal, -1 for no limit."""
-    longest = call.key_UKD.shape[0] if call.spans is None else call.spans.max_seqlen
-    left = -1 if call.left is None or call.left >= longest - 1 else call.left
-    return left, 0 if call.causal else -1
+    num_queries, num_keys = call.query_THD.shape[0], call.key_UKD.shape[0]
+    if call.spans is not None:
+        num_queries = num_keys = call.spans.max_seqlen
+    left = -1 if call.left is None or call.left >= num_keys - 1 else call.left
+    right = -1 if call.most_right is None or call.most_right >= num_queries - 1 else call.most_right
+    return left, 0 if call.causal else right
 
 
 def half_precision_refusal(demand: Demand) -> str | None:

@@ -41,22 +41,30 @@ def attention_by_definition(
 
 
 def visible_tokens(
-    lengths: Sequence[int], num_tokens: int, window: int | None = None, device: torch.device | str = "cpu"
+    lengths: Sequence[int],
+    num_tokens: int,
+    window: int | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    causal: bool = True,
 ) -> torch.Tensor:
-    """Return a row's boolean mask ``[S, S]``, causal within each document. Padding is treated as one more document.
+    """Return a row's boolean mask ``[S, S]``, within each document. Padding is treated as one more document.
 
     Args:
         lengths: Lengths of the row's documents in tokens.
         num_tokens: Length of the row in tokens.
-        window: Number of tokens that each token sees, including itself.
+        window: Number of tokens that each token sees, including itself; in a bidirectional mask, on either side.
         device: Device of the mask.
+        causal: Whether a token sees no later token.
     """
     visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool, device=device)
     start = 0
     for length in (*lengths, num_tokens - sum(lengths)):
-        inside = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        inside = torch.ones(length, length, dtype=torch.bool, device=device)
         if window is not None:
-            inside = inside.triu(1 - window)
+            inside = inside.triu(1 - window).tril(window - 1)
+        if causal:
+            inside = inside.tril()
         visible[start : start + length, start : start + length] = inside
         start += length
     return visible

@@ -43,11 +43,11 @@ def _backward(call: KernelCall, whole: Whole, into: Callable[[], Gradients] | No
         return _backward_block(call, blocks[0], whole)
     grad_q = torch.empty_like(call.query_THD, memory_format=torch.contiguous_format)
     # With a window, blocks of the same span share keys, so their gradients are summed.
-    make = torch.zeros_like if call.left is not None else torch.empty_like
+    make = torch.zeros_like if call.has_window else torch.empty_like
     grad_k, grad_v = (make(t, memory_format=torch.contiguous_format) for t in (call.key_UKD, call.value_UKE))
     for block in blocks:
         grad_q[block.query], dk, dv = call.trimmed(*_backward_block(call, block, whole))
-        if call.left is None:
+        if not call.has_window:
             grad_k[block.key], grad_v[block.key] = dk, dv
         else:
             grad_k[block.key] += dk
@@ -83,12 +83,13 @@ def _is_whole(call: KernelCall, blocks: list[Block]) -> bool:
 
 def _blocks(call: KernelCall) -> Iterator[Block]:
     for query, key in call.each_span():
-        num_keys = key.stop - key.start
-        if call.left is not None and call.left < num_keys - 1:
+        num_queries, num_keys = query.stop - query.start, key.stop - key.start
+        hides_early = call.left is not None and call.left < num_keys - 1
+        if hides_early or (call.right is not None and call.right < num_queries - 1):
             yield from call.blocks(query, key, _WINDOW_BLOCK_TOKENS)
         else:
             # The operator aligns its causal mask to the top left, which is KernelCall's mask only in a square.
-            assert not call.causal or query.stop - query.start == num_keys
+            assert not call.causal or num_queries == num_keys
             yield Block(query, key, None)
 
 

@@ -1,4 +1,4 @@
-"""Tiny decoders for tests of what happens inside a model: a zoo of architectures, each drawn from a seed."""
+"""Tiny models for tests of what happens inside a model: a zoo of architectures, each drawn from a seed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig
 
 VOCAB = 61
 SIZES: dict[str, Any] = {
@@ -241,6 +241,29 @@ HYBRIDS: dict[str, Callable[..., PreTrainedConfig]] = {
 """Architectures with layers that carry state along the sequence, which have no ring."""
 
 
+# Drawn tokens are below VOCAB, so that none is padding, from which RoBERTa alone would count positions.
+_ENCODER: dict[str, Any] = {
+    "vocab_size": VOCAB + 3, "pad_token_id": VOCAB, "mask_token_id": VOCAB + 1, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
+ENCODERS: dict[str, Callable[..., PreTrainedConfig]] = {
+    # Learned positions from 0.
+    "bert": _kind("bert", **_ENCODER),
+    # Learned positions from that after the padding token's.
+    "roberta": _kind("roberta", **_ENCODER),
+    "esm": _kind("esm", position_embedding_type="absolute", token_dropout=False, **_ENCODER),
+    "esm-rotary": _kind("esm", position_embedding_type="rotary", token_dropout=False, **_ENCODER),
+    # Several query heads for each KV head.
+    "eurobert": _kind("eurobert", **_ENCODER),
+    # Full attention in the first layer and a window of six tokens on either side in the others; a head of two modules.
+    "modernbert": _kind(
+        "modernbert", num_hidden_layers=3, local_attention=12, cls_token_id=0, sep_token_id=1, **_ENCODER
+    ),
+}
+"""Masked language models, whose attention is bidirectional."""
+
+
 def plain_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     """Return a small configuration of any architecture, without dropout and auxiliary losses."""
     return AutoConfig.for_model(model_type, **{**SIZES, **_NO_DROPOUT, "output_router_logits": False, **changes})
@@ -263,6 +286,17 @@ def zoo_model(architecture: str, dtype: torch.dtype = torch.float32, **changes: 
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     return moved_away(model, 3.0, 0.3).to(dtype)
+
+
+def encoder_model(architecture: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """Return one of `ENCODERS`, the same in every process, in which a mistake of attention shows."""
+    torch.manual_seed(7)
+    model: Any = AutoModelForMaskedLM.from_config(ENCODERS[architecture](**changes), attn_implementation="eager")
+    if hasattr(model.base_model, "contact_head"):
+        # No loss reaches ESM's predictor of contacts.
+        model.base_model.contact_head.requires_grad_(False)
+    # Attention of initial weights is nearly uniform, and the gradients of queries nearly cancel.
+    return moved_away(model, 8.0, 0.3).to(dtype)
 
 
 def moved_away(model: Any, factor: float, noise: float) -> Any:

@@ -13,11 +13,12 @@ from ray_ulysses.parallel.layout import held_ranges
 from tests.breadth import examples
 
 
-def layer_of(tables: Tables, window: int | None) -> RingLayer:
+def layer_of(tables: Tables, window: int | None, causal: bool) -> RingLayer:
     return RingLayer(
         kernel="auto",
         scale=1.0,
         window=window,
+        causal=causal,
         softcap=None,
         spans=tables.spans,
         rectangles=tuple(Rectangle(*fields) for fields in tables.rectangles.tolist()),
@@ -27,7 +28,7 @@ def layer_of(tables: Tables, window: int | None) -> RingLayer:
 
 
 def seen_through_the_ring(
-    documents: list[PackedDocuments], window: int | None, local_span: int | None = None
+    documents: list[PackedDocuments], window: int | None, local_span: int | None = None, *, causal: bool = True
 ) -> torch.Tensor:
     """Return how often each query sees each key in the kernel calls of all ring ranks."""
     ring_size, rows, tokens = len(documents), documents[0].num_rows, documents[0].row_tokens
@@ -40,7 +41,7 @@ def seen_through_the_ring(
         tables = packed.full if window is None else packed.windowed
         if local_span is not None:
             tables = local_span_tables(packed, local_span, ring_size=ring_size, ring_rank=rank)
-        layer = layer_of(tables, window)
+        layer = layer_of(tables, window, causal)
         for step in range(ring_size):
             theirs = places[(rank - step) % ring_size]
             for block in _blocks(layer, step):
@@ -51,7 +52,8 @@ def seen_through_the_ring(
                     shift = len(own) - (stop - start)
                     for i, query in enumerate(queries[start:stop]):
                         for j, key in enumerate(own):
-                            late = block.spans is not None and j > i + shift
+                            late = causal and block.spans is not None and j > i + shift
+                            late = late or (block.right is not None and j > i + shift + block.right)
                             early = block.left is not None and j < i + shift - block.left
                             seen[query, key] += not (late or early)
     return seen
@@ -69,15 +71,21 @@ def packed(rows: Rows, extra: int, ring_size: int) -> list[PackedDocuments]:
 
 
 @settings(max_examples=examples(60))
-@given(ring_size=st.integers(1, 4), rows=ROWS, extra=st.integers(0, 9), window=st.none() | st.integers(1, 20))
+@given(
+    ring_size=st.integers(1, 4),
+    rows=ROWS,
+    extra=st.integers(0, 9),
+    window=st.none() | st.integers(1, 20),
+    causal=st.booleans(),
+)
 def test_the_kernel_calls_of_a_ring_see_each_visible_pair_once(
-    ring_size: int, rows: Rows, extra: int, window: int | None
+    ring_size: int, rows: Rows, extra: int, window: int | None, causal: bool
 ) -> None:
     documents = packed(rows, extra, ring_size)
     assert documents[0].lengths == tuple(map(tuple, rows))
     assert documents[0].num_document_tokens == max(map(sum, rows))
-    wanted = torch.block_diag(*(visible_tokens(row, documents[0].row_tokens, window).long() for row in rows))
-    assert torch.equal(seen_through_the_ring(documents, window), wanted)
+    visible = [visible_tokens(row, documents[0].row_tokens, window, causal=causal).long() for row in rows]
+    assert torch.equal(seen_through_the_ring(documents, window, causal=causal), torch.block_diag(*visible))
 
 
 @settings(max_examples=examples(60))

@@ -342,7 +342,7 @@ def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def skip_if_refused(kernel: KernelEntry, call: KernelCall) -> None:
-    has_window, has_softcap = call.left is not None, call.softcap is not None
+    has_window, has_softcap = call.has_window, call.softcap is not None
     if (kernel in (CUDNN, VARLEN) and has_softcap) or (kernel is CUDNN and has_window):
         pytest.skip(f"{kernel.name} refuses it")
 
@@ -352,7 +352,7 @@ def visible_of(call: KernelCall) -> Tensor:
     for query, key in call.each_span():
         t, u = query.stop - query.start, key.stop - key.start
         inside = torch.ones(t, u, dtype=torch.bool)
-        inside = inside.tril(u - t) if call.causal else inside
+        inside = inside if call.most_right is None else inside.tril(u - t + call.most_right)
         visible[query, key] = inside if call.left is None else inside.triu(u - t - call.left)
     return visible
 
@@ -365,6 +365,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "window": {"left": 9},
     "packed-window": {"left": 5, "spans": [20, 1, 9, 7]},
     "window-longer-than-documents": {"left": 19, "spans": [20, 1, 9, 7]},
+    "window-both-ways": {"causal": False, "left": 9, "right": 9},
+    "packed-window-both-ways": {"causal": False, "left": 5, "right": 5, "spans": [20, 1, 9, 7]},
+    "packed-both-ways": {"causal": False, "spans": [20, 1, 9, 7]},
     "packed-softcap": {"softcap": 1.5, "left": 20, "spans": [30, 7]},
 }
 
@@ -400,6 +403,16 @@ def test_parts_of_a_softmax_add_up_to_the_whole(stand_in: KernelEntry, num_befor
     ours = [out, first[0] + second[0], *(torch.cat([b, a]) for a, b in zip(first[1:], second[1:], strict=True))]
     visible = torch.cat([torch.ones(33, num_before, dtype=torch.bool), visible_of(square)], dim=1)
     assert_close(ours, wanted_of([q, k, v, upstream], visible))
+
+
+@pytest.mark.parametrize(("sizes", "right"), [((6, 3), 3), ((6, 6), 0), ((3, 9), 1), ((9, 4), 8), ((1, 5), 0)])
+def test_a_rectangle_of_later_keys_is_attention_by_definition(
+    stand_in: KernelEntry, sizes: tuple[int, int], right: int
+) -> None:
+    tensors = make_tensors(*sizes, 16, 16)
+    call = make_call(tensors, causal=False, right=right)
+    skip_if_refused(stand_in, call)
+    assert_close(results_of(stand_in, call, tensors[3]), wanted_of(tensors, visible_of(call)))
 
 
 @pytest.mark.parametrize("stand_in", ["cudnn-shared"], indirect=True)
@@ -444,7 +457,7 @@ def test_flash_attn_writes_gradients_to_given_memory_if_head_sizes_allow(
 
 
 @pytest.mark.parametrize("stand_in", [*FUNCTIONS, "varlen"], indirect=True)
-def test_a_window_is_passed_to_the_left_and_none_as_minus_one(stand_in: KernelEntry) -> None:
+def test_a_window_is_passed_to_both_sides_and_none_as_minus_one(stand_in: KernelEntry) -> None:
     tensors = make_tensors(30, 30, 16, 16)
     for options, window in (
         ({}, (-1, 0)),
@@ -452,6 +465,9 @@ def test_a_window_is_passed_to_the_left_and_none_as_minus_one(stand_in: KernelEn
         ({"left": 29}, (-1, 0)),
         ({"left": 7, "causal": False}, (7, -1)),
         ({"causal": False}, (-1, -1)),
+        ({"left": 7, "right": 7, "causal": False}, (7, 7)),
+        ({"right": 0, "causal": False}, (-1, 0)),
+        ({"left": 29, "right": 29, "causal": False}, (-1, -1)),
     ):
         call = make_call(tensors, **options)
         results_of(stand_in, call, tensors[3])

@@ -40,15 +40,18 @@ LENGTHS: dict[str, list[int]] = {"one-document": [24], "packed": [7, 9, 8], "one
 
 @pytest.mark.parametrize("softcap", [None, 1.5], ids=["plain", "softcap"])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_a_kernel_equals_the_definition_forward_and_backward(
-    kernel: KernelEntry, lengths: list[int], window: int | None, softcap: float | None
+    kernel: KernelEntry, lengths: list[int], window: int | None, softcap: float | None, causal: bool
 ) -> None:
-    if kernel.refuses(demand(has_softcap=softcap is not None)):
+    if kernel.refuses(demand(has_softcap=softcap is not None, is_causal=causal)):
         pytest.skip(f"{kernel.name} does not support soft-capping")
     tensors = make_tensors(sum(lengths), sum(lengths), 8, 8)
-    call = make_call(tensors, spans=spans_of(lengths), left=None if window is None else window - 1, softcap=softcap)
-    wanted = wanted_of(tensors, visible_tokens(lengths, sum(lengths), window), softcap)
+    left = None if window is None else window - 1
+    sides = {"causal": causal, "left": left, "right": None if causal else left}
+    call = make_call(tensors, spans=spans_of(lengths), softcap=softcap, **sides)
+    wanted = wanted_of(tensors, visible_tokens(lengths, sum(lengths), window, causal=causal), softcap)
     assert_close(results_of(kernel, call, tensors[3]), wanted)
 
 
@@ -64,19 +67,26 @@ def test_heads_of_every_kind(kernel: KernelEntry, heads: tuple[int, int], value_
 
 
 @settings(max_examples=examples(30))
-@given(num_queries=st.integers(1, 12), num_keys=st.integers(1, 12), left=st.none() | st.integers(0, 14))
+@given(
+    num_queries=st.integers(1, 12),
+    num_keys=st.integers(1, 12),
+    left=st.none() | st.integers(0, 14),
+    right=st.none() | st.integers(0, 14),
+)
 @pytest.mark.parametrize("entry", ON_CPU, ids=lambda entry: entry.name)
 def test_a_rectangle_with_a_window_equals_the_definition(
-    entry: KernelEntry, num_queries: int, num_keys: int, left: int | None
+    entry: KernelEntry, num_queries: int, num_keys: int, left: int | None, right: int | None
 ) -> None:
     at = torch.arange(num_queries).unsqueeze(1) + num_keys - num_queries
     visible = torch.ones(num_queries, num_keys, dtype=torch.bool)
     if left is not None:
-        visible = torch.arange(num_keys).unsqueeze(0) >= at - left
+        visible &= torch.arange(num_keys).unsqueeze(0) >= at - left
+    if right is not None:
+        visible &= torch.arange(num_keys).unsqueeze(0) <= at + right
     if not visible.any(dim=1).all():
         return
     tensors = make_tensors(num_queries, num_keys, 8, 8, seed=num_queries)
-    call = make_call(tensors, causal=False, left=left)
+    call = make_call(tensors, causal=False, left=left, right=right)
     assert_close(results_of(entry, call, tensors[3]), wanted_of(tensors, visible))
 
 

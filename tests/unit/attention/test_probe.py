@@ -162,7 +162,7 @@ def test_experts_of_one_kind_are_distinguished_from_others() -> None:
     [
         (lambda kwargs: kwargs | {"is_causal": False}, "passes is_causal=False to its attention"),
         (lambda kwargs: kwargs | {"bias": torch.zeros(1)}, "passes bias to its attention"),
-        (lambda kwargs: kwargs | {"attention_mask": None}, "receives no causal mask from its model"),
+        (lambda kwargs: kwargs | {"attention_mask": None}, "receives no attention mask from its model"),
         (lambda kwargs: kwargs | {"attention_mask": kwargs["attention_mask"] * 2}, "builds its own attention mask"),
     ],
     ids=["is_causal", "bias", "no-mask", "own-mask"],

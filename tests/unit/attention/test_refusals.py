@@ -41,11 +41,14 @@ BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         ("stablelm", {}, "does not use Transformers' attention interface"),
         ("doge", {}, "DogeAttention builds its own attention mask"),
         ("bert", BERT, r"has bidirectional attention at bert\.encoder\.layer\.0.* is_decoder: true"),
-        ("roberta", BERT | {"is_decoder": True}, "offsets positions by its padding token"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
         ("llama", {"attention_dropout": 0.1}, r"attention_dropout=0\.1"),
         ("gpt2", {"resid_pdrop": 0.2, "attn_pdrop": 0, "embd_pdrop": 0}, r"model\.config\.resid_pdrop=0\.2"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "configured for bidirectional attention"),
+        (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            r"has bidirectional attention at model\.layers\.0\.self_attn",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
 )

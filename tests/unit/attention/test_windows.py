@@ -12,7 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, masking_utils
 
 from ray_ulysses import apply_ulysses, shard_batch
-from ray_ulysses.attention.probe import MaskFunction, NotAWindow, local_span_of, longer_than_any_window, window_of
+from ray_ulysses.attention.probe import (
+    Mask,
+    MaskFunction,
+    NotAWindow,
+    local_span_of,
+    longer_than_any_window,
+    mask_of,
+    window_of,
+)
 from ray_ulysses.errors import UserError
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
@@ -166,12 +174,32 @@ def test_a_mask_that_is_not_a_causal_window_is_refused(mask: str, find: Callable
         find(OTHER_MASKS[mask], 1001)
 
 
+NO_MASKS = {name: mask for name, mask in OTHER_MASKS.items() if name not in ("both-ways", "window-both-ways")} | {
+    "two-widths": lambda _, __, query, key: (query - key < 9) & (key - query < 10),
+    "later-alone": lambda _, __, query, key: (key >= query) & (key - query < 9),
+    "hole-both-ways": lambda _, __, query, key: (query >= 0) & (key != 3),
+    "growing-both-ways": lambda _, __, query, key: (query - key).abs() < 9 + query.maximum(key) // 200,
+}
+
+
+@pytest.mark.parametrize("mask", NO_MASKS)
+def test_a_mask_of_another_kind_is_refused(mask: str) -> None:
+    with pytest.raises(NotAWindow):
+        mask_of(NO_MASKS[mask], 1001)
+
+
 @pytest.mark.parametrize("window", [1, 2, 6, 4096, None])
-def test_the_window_of_a_mask_is_found(window: int | None) -> None:
-    function = masking_utils.causal_mask_function
-    if window is not None:
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_window_of_a_mask_is_found(window: int | None, causal: bool) -> None:
+    function = masking_utils.causal_mask_function if causal else masking_utils.bidirectional_mask_function
+    if window is not None and causal:
         function = masking_utils.sliding_window_causal_mask_function(window)
-    assert window_of(function, longer_than_any_window({"sliding_window": window})) == window
+    elif window is not None:
+        # Transformers counts the tokens on each side.
+        function = masking_utils.sliding_window_bidirectional_mask_function(window - 1)
+    found = mask_of(function, longer_than_any_window({"sliding_window": window}))
+    # A window of the token alone has no direction.
+    assert found == Mask(window=window, causal=causal or window == 1)
 
 
 def test_masks_are_evaluated_on_a_row_longer_than_any_number_of_the_configuration() -> None:

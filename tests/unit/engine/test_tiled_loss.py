@@ -205,11 +205,11 @@ def test_a_kernel_that_replaced_the_forward_excludes_tiles(caplog: pytest.LogCap
 
 def test_a_model_with_more_than_a_decoder_and_a_head_is_refused() -> None:
     model = apply_ulysses(zoo_model("llama"), ALONE)
-    model.extra = nn.Linear(2, 2)
-    with pytest.raises(UserError, match=r"model, lm_head, extra.*memory\.loss_tile: off"):
+    model.extra = nn.Parameter(torch.ones(2))
+    with pytest.raises(UserError, match=r"model, lm_head.*memory\.loss_tile: off"):
         causal_lm_loss(model, make_batch(), tile=TILE)
     del model.extra
-    assert find_parts(model).head == "lm_head"
+    assert list(find_parts(model).heads) == ["lm_head"]
 
 
 def test_a_sharded_weight_inside_the_head_is_refused_before_ranks_wait_for_one_another() -> None:
