@@ -21,6 +21,7 @@ from ray_ulysses.commands import (
     inspect,
     plan,
     prepare,
+    reference,
     rehearse,
     report,
     submit,
@@ -58,6 +59,7 @@ def _program(
 
 
 app.command(epilog=prepare.EXAMPLE)(prepare.prepare)
+app.command(epilog=reference.EXAMPLE)(reference.reference)
 app.command(epilog=plan.EXAMPLE)(plan.plan)
 app.command(epilog=train.EXAMPLE)(train.train)
 app.command(epilog=inspect.EXAMPLE)(inspect.inspect)

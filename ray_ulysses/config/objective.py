@@ -20,19 +20,21 @@ class ObjectiveSection(Section):
 
     on_resume: ClassVar[OnResume] = fixed("a change would alter the loss curve")
 
-    kind: Literal["next_token", "orpo", "simpo"] = "next_token"
-    """`next_token`: cross-entropy. `orpo` and `simpo`: losses of pairs that need no reference model, with
-    log-probabilities divided by an answer's number of tokens. Default `next_token`."""
+    kind: Literal["next_token", "dpo", "ipo", "orpo", "simpo"] = "next_token"
+    """`next_token`: cross-entropy. `dpo` and `ipo`: losses of pairs relative to a reference model, the model in
+    `model.path`; `ray-ulysses reference` computes its log-probabilities first. `orpo` and `simpo`: losses of pairs that
+    need no reference model. All but `dpo` divide log-probabilities by an answer's number of tokens. Default
+    `next_token`."""
 
     beta: float = Field(default=0.1, gt=0)
-    """For `orpo`, weight of the odds of both answers; for `simpo`, scale of the rewards, for which 2 to 10 are common.
-    Default 0.1."""
+    """For `orpo`, weight of the odds of both answers; otherwise, scale of the rewards, which is often 2 to 10 with
+    `simpo`. For `ipo`, the target difference is `1 / (2 beta)`. Default 0.1."""
 
     margin: float = Field(default=0.0, ge=0)
     """For `simpo`, target difference between a pair's rewards (gamma). Default 0."""
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """For `simpo`, probability that a pair's answers are exchanged. Default 0."""
+    """For `dpo` and `simpo`, probability that a pair's answers are exchanged. Default 0."""
 
     sft_weight: float = Field(default=0.0, ge=0)
     """Weight of the chosen answer's mean cross-entropy, which `orpo` always adds with weight 1. Default 0."""
@@ -46,3 +48,8 @@ class ObjectiveSection(Section):
     def uses_pairs(self) -> bool:
         """Whether the loss is one of pairs of answers."""
         return self.kind != "next_token"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss depends on log-probabilities under a reference model."""
+        return self.kind in ("dpo", "ipo")

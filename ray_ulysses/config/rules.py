@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
-from ray_ulysses.config.model import AdapterSection
+from ray_ulysses.config.model import AdapterSection, RopeSection
 from ray_ulysses.config.objective import ObjectiveSection
 from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
 from ray_ulysses.config.running import mlflow_is_on
@@ -18,6 +18,10 @@ from ray_ulysses.model_shape import ModelShape
 
 _DEFAULT_OBJECTIVE = ObjectiveSection()
 _PAIR_SETTINGS = ("beta", "margin", "label_smoothing", "sft_weight")
+_PAIR_SETTINGS_OF = {
+    "next_token": (), "dpo": ("beta", "label_smoothing", "sft_weight"), "ipo": ("beta", "sft_weight"),
+    "orpo": ("beta", "sft_weight"), "simpo": _PAIR_SETTINGS,
+}  # fmt: skip
 NO_CORPUS = "no corpus is specified"
 """The rule that only `plan` may break."""
 
@@ -364,9 +368,8 @@ def _early_stopping_has_losses(config: Config) -> Iterator[Problem]:
 
 def _pairs_stay_whole(config: Config) -> Iterator[Problem]:
     kind = config.objective.kind
-    own = {"next_token": (), "orpo": ("beta", "sft_weight")}.get(kind, _PAIR_SETTINGS)
     for name in _PAIR_SETTINGS:
-        if name not in own and getattr(config.objective, name) != getattr(_DEFAULT_OBJECTIVE, name):
+        if name not in _PAIR_SETTINGS_OF[kind] and getattr(config.objective, name) != getattr(_DEFAULT_OBJECTIVE, name):
             rule = f"is not a setting of objective.kind={kind}"
             yield problem_of(config, f"objective.{name}", rule, "remove it, or set another kind")
     if kind == "next_token":
@@ -379,6 +382,12 @@ def _pairs_stay_whole(config: Config) -> Iterator[Problem]:
         yield problem_of(config, "data.packing", rule, "use best_fit or wide_fit")
     if config.optimizer.z_loss:
         yield problem_of(config, "optimizer.z_loss", f"is not possible with objective.kind={kind}", "use 0")
+    if config.objective.needs_reference and config.model.init == "random":
+        rule = f"would start from random weights, but objective.kind={kind} compares with the model in model.path"
+        yield problem_of(config, "model.init", rule, "use pretrained")
+    if config.objective.needs_reference and isinstance(config.model.rope, RopeSection):
+        rule = f"changes the positions, but objective.kind={kind} compares with the model in model.path as it is stored"
+        yield problem_of(config, "model.rope", rule, "set model.path to an export of the model with these positions")
 
 
 def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:

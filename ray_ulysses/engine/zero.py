@@ -181,6 +181,22 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
     return engine
 
 
+def build_forward_engine(model: nn.Module, settings: ZeroSettings) -> Any:
+    """Wrap a model whose parameters are partitioned in a ZeRO-3 engine without an optimizer, for forward passes only.
+
+    All ranks of the world must call this function, with a model built for `partition_config` of the settings.
+    """
+    import deepspeed
+
+    assert settings.stage == 3
+    _gather_head_at_once(model)
+    gather_experts_at_once(model)
+    engine, *_ = deepspeed.initialize(model=model, config=zero_config(settings), dist_init_required=False)
+    trace_parameters_only(engine)
+    engine.eval()
+    return engine
+
+
 def _gather_head_at_once(model: nn.Module) -> None:
     """Make ZeRO-3 gather the weights of an output head with submodules, such as adapters, once for all loss tiles."""
     from deepspeed.utils import set_z3_leaf_module
@@ -220,7 +236,8 @@ def trace_parameters_only(engine: Any) -> None:
     all ranks hang. Whether a module without parameters is called may depend on a rank's data: for example, an expert's
     activation function is called only if the expert receives tokens.
     """
-    offload = engine.optimizer.parameter_offload
+    # Without an optimizer, DeepSpeed puts the offload in its place.
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     hooks_without_use = {
         id(hooks)
         for module in engine.module.modules()

@@ -133,7 +133,7 @@ def find_model(
         checkpoint = store, with_base(config, manifest)
     else:
         assert isinstance(model, Path)
-        config = _directory_config(model, dtype)
+        config = directory_config(model, dtype)
     hf_config = described_config(config, None if checkpoint is None else bool(checkpoint[1].state.tied))
     num_positions = refuse_architecture(hf_config, config.model.part, config.objective.task).num_positions
     text = hf_config.get_text_config(decoder=True)
@@ -156,9 +156,14 @@ def find_model(
     )
 
 
-def _directory_config(path: Path, dtype: DType) -> Config:
-    """Return a configuration with which the engine loads a model directory as it does at the start of a run."""
-    fields = read_model_config(path, f"MODEL={str(path)!r}")
+def directory_config(path: Path | str, dtype: DType) -> Config:
+    """Return a configuration with which the engine loads a model as it does at the start of a run.
+
+    Args:
+        path: A model directory, or an id on the hub.
+        dtype: Dtype of the computation; ``model`` requires a directory.
+    """
+    fields = read_model_config(path, f"MODEL={str(path)!r}") if isinstance(path, Path) else {}
     if dtype == "model":
         # The engine does not support fp16, so fp16 weights are computed in fp32.
         stored = str(fields.get("dtype") or fields.get("torch_dtype"))
@@ -174,7 +179,7 @@ def _directory_config(path: Path, dtype: DType) -> Config:
     return parse_config(tree)
 
 
-def _part(path: Path) -> str:
+def _part(path: Path | str) -> str:
     from transformers import AutoConfig
 
     try:

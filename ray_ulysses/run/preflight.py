@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -37,6 +38,7 @@ from ray_ulysses.planner.stages import stage_plans, stages_of, stand_in_document
 from ray_ulysses.run.checkpoint_store import checkpoint_location, run_dir_answers, storage_answers
 from ray_ulysses.run.origin import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
 from ray_ulysses.run.planning import plan_run, store_plan
+from ray_ulysses.run.reference import reference_notes, reference_problems
 from ray_ulysses.run.sample_prompts import read_prompts
 from ray_ulysses.run.settings import ResolvedRun, last_step_of, model_shape, resolve_run
 from ray_ulysses.run.start_point import committed_step
@@ -205,14 +207,16 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
         if capacity > known:
             problems += context_problems(own, longest, trained_positions(own))
         problems += _sample_problems(own, corpora.corpora[0])
-    problems += _pair_problems(config, (*corpora.corpora, *validation.corpora))
+    pairs = (*corpora.corpora, *validation.corpora)
+    problems += _pair_problems(config, pairs)
+    problems += () if problems else reference_problems(config, pairs, partial(_setting_of, config))
     for corpus in validation.corpora:
         problems += vocabulary_problems(
             corpus.info.max_token_id, shape.vocab_size, str(corpus.folder), "data.validation"
         )
     others, notes = compare_tokenizers(config, corpora.corpora[0])
     report = report_run_of_stages(config, shape, corpora, plan, (*problems, *others), chosen)
-    notes = (*report.notes, *adapter_notes, *notes)
+    notes = (*report.notes, *adapter_notes, *reference_notes(config), *notes)
     report = replace(report, notes=notes, source_format=source_format(config))
     problems[:] = report.problems
     return PreparedRun(
@@ -238,7 +242,10 @@ def _pair_problems(config: Config, corpora: Sequence[Corpus]) -> Iterator[Proble
             rule = f"does not contain pairs of answers, which objective.kind={kind} requires"
             hint = "prepare pairs with --chosen-field and --rejected-field, or set objective.kind: next_token"
             if corpus.info.are_pairs:
-                rule, hint = "has pairs of answers, which need a preference loss", "set objective.kind: orpo or simpo"
+                rule, hint = (
+                    "has pairs of answers, which need a preference loss",
+                    "set objective.kind, for example to dpo",
+                )
             yield Problem(path=_setting_of(config, path), value=path, rule=rule, hint=hint)
 
 
@@ -291,7 +298,7 @@ def report_run(config: Config, base: Path, *, branch: bool = False, synthetic: b
             facts.append(stage_facts(stage, own, report, number, None, stage.tokens, corpora))
             found = [in_stage(one, stage) for one in found]
         problems += found
-    notes = (*report.notes, *adapter_notes)
+    notes = (*report.notes, *adapter_notes, *reference_notes(absolute))
     if is_first and absolute.data.prepare is not None:
         sources = ", ".join(absolute.data.prepare.sources)
         notes += (f"data.path={absolute.data.path}: there is no corpus; train prepares it first from {sources}",)

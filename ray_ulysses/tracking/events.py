@@ -179,6 +179,9 @@ class StepDone(_Event):
     """Mean reward of the chosen answers minus that of the rejected ones."""
     chosen_reward: float | None = None
     """Mean reward of the chosen answers."""
+    pair_kl: float | None = None
+    """Mean over the step's answers of the log-probability minus that of the reference model, in nats; None without a
+    reference model."""
     router_imbalance: float | None = None
     """Tokens of the busiest expert over the mean of its layer's experts, in the layer where this ratio is largest."""
     dead_experts: Number | None = None

@@ -40,6 +40,7 @@ STEP_ROW = np.dtype(
         ("pair_accuracy", "<f8"),
         ("pair_margin", "<f8"),
         ("chosen_reward", "<f8"),
+        ("pair_kl", "<f8"),
     ]
 )
 """All numeric fields of `StepDone`; NaN represents None."""
@@ -47,7 +48,7 @@ STEP_ROW = np.dtype(
 _Other = TypeVar("_Other")
 OPTIONAL_FIELDS = (
     "learning_rate", "grad_norm", "peak_memory_gib", "mfu", "z_loss", "router_loss", "router_imbalance", "dead_experts",
-    "router_entropy", "pair_accuracy", "pair_margin", "chosen_reward",
+    "router_entropy", "pair_accuracy", "pair_margin", "chosen_reward", "pair_kl",
 )  # fmt: skip
 _MAX_STEPS = 4096
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -40,6 +40,7 @@ from ray_ulysses.trainer.context import AttemptContext, open_attempt
 from ray_ulysses.trainer.diagnostics import MemoryRecorder, memory_explained
 from ray_ulysses.trainer.peer_memory_keeper import PeerMemoryKeeper
 from ray_ulysses.trainer.record import Recorder
+from ray_ulysses.trainer.references import open_references
 from ray_ulysses.trainer.resume import AnotherStageError, find_state, read_early_stopping, resume
 from ray_ulysses.trainer.sampling import open_sampler
 from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
@@ -48,13 +49,17 @@ from ray_ulysses.trainer.source_loss import SourceLosses
 from ray_ulysses.trainer.step import Flags, StepGuard, StepMeter, evaluate, train_step, with_requests
 
 if TYPE_CHECKING:
+    import torch
+
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
+    from ray_ulysses.data.plan.rows import Piece
     from ray_ulysses.data.read.reader import RowSlice
     from ray_ulysses.data.read.row_source import DirectSource
     from ray_ulysses.elastic.hang import Phase
     from ray_ulysses.engine.preferences import Preference
     from ray_ulysses.planner.stages import Stage
+    from ray_ulysses.trainer.references import PairReferences
     from ray_ulysses.trainer.resume import StartingState
     from ray_ulysses.trainer.sampling import Sampler
     from ray_ulysses.trainer.worker import Worker
@@ -97,6 +102,7 @@ class _Attempt:
     sources: SourceLosses | None
     stopping: EarlyStopping
     preference: Preference | None
+    references: PairReferences | None
 
     @property
     def plan(self) -> Plan:
@@ -194,6 +200,7 @@ def _run(
             sources=None if config.objective.uses_pairs else SourceLosses.of_mixture(stage.plan, worker.device),
             stopping=read_early_stopping(context, stage.plan, position.step),
             preference=preference_of(config),
+            references=open_references(context, evaluation_reader.sources),
         )
         if position.unsaved is None:
             keeper.resumed(position.step)
@@ -301,6 +308,7 @@ def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -
         token_loss=attempt.plugins.token_loss,
         preference=attempt.preference,
         num_pairs=int(stats.num_pieces.sum()),
+        reference=partial(_reference, attempt, plan.pieces),
         sources=attempt.sources,
         routers=attempt.routers,
         flags=lambda: _flags(attempt),
@@ -325,6 +333,13 @@ def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -
         tokens=position.tokens + result.tokens,
     )
     return StepOutcome(position=done, metrics=metrics, flags=result.flags)
+
+
+def _reference(attempt: _Attempt, pieces_of: Callable[[int], Sequence[Piece]], row: RowSlice) -> torch.Tensor | None:
+    """Return the log-probability of each answer of a row under the reference model, or None if there is none."""
+    if attempt.references is None:
+        return None
+    return attempt.references.of(() if row.is_filler else pieces_of(row.row))
 
 
 def rate_of_step(stage: Stage, step: int) -> float:
@@ -357,7 +372,10 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
     slices = _beating(attempt, "evaluation", outcome.position.step, _evaluation_slices(attempt))
     with memory_explained(context.run, attempt.stage, context.diagnostics, attempt.memory, outcome.position.step):
         tile, ends = context.run.config.memory.loss_tile, [one.rows.stop for one in sets]
-        sums = evaluate(attempt.engine, slices, attempt.mesh, device, tile, ends=ends, preference=attempt.preference)
+        sums = evaluate(
+            attempt.engine, slices, attempt.mesh, device, tile, ends=ends, preference=attempt.preference,
+            reference=partial(_reference, attempt, attempt.plan.evaluation.pieces),
+        )  # fmt: skip
     loss = attempt.recorder.evaluated(outcome.position.step, sets, sums, clock.monotonic() - started)
     by_corpus = {one.name: found.loss for one, found in zip(sets, sums, strict=True)}
     attempt.stopping.add(outcome.position.step, loss, by_corpus)

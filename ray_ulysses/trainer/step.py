@@ -221,6 +221,7 @@ def train_step(
     token_loss: TokenLoss | None = None,
     preference: Preference | None = None,
     num_pairs: int = 0,
+    reference: Callable[[RowSlice], torch.Tensor | None] = lambda row: None,
     sources: SourceLosses | None = None,
     routers: RouterWatch | None = None,
     flags: Callable[[], Flags] = Flags,
@@ -231,8 +232,7 @@ def train_step(
 
     Args:
         engine: The ZeRO engine, of any stage, with ``accumulation`` accumulation steps.
-        slices: This rank's slices, one per micro-batch. A last step with fewer rows is padded with fillers, so that
-            every step has ``accumulation`` slices.
+        slices: This rank's slices, one per micro-batch. A last step with fewer rows is padded with fillers.
         rows: The step's rows, by global number.
         tokens: Planned number of supervised tokens in the step. This is the denominator of the loss for every layout,
             unless tokens have label weights.
@@ -245,6 +245,7 @@ def train_step(
         token_loss: Loss of each token in place of the cross-entropy.
         preference: Loss of pairs in place of the cross-entropy, with the number of pairs as denominator.
         num_pairs: Number of pairs of answers in the step, with a loss of pairs.
+        reference: Returns the log-probability of each answer of a row under the reference model, if there is one.
         sources: Sums the loss of each corpus of a mixture.
         routers: Counts the tokens of each expert, and balances routers after the update.
         flags: Function that returns this rank's flags; called at the end of the step.
@@ -265,7 +266,7 @@ def train_step(
         batch = batch_of(row, mesh, device)
         _seed_generators(mix_int(mix_int(seed) ^ (row.row % 2**64)) >> 1, device)
         with contextlib.nullcontext() if routers is None else routers.counting(batch):
-            found = row_loss(engine, batch, tile=loss_tile, z_loss=z_loss, token_loss=token_loss, preference=preference)
+            found = row_loss(engine, batch, reference(row), preference, loss_tile, z_loss, token_loss)
         engine.backward(found.objective_sum * scale)
         if steps == accumulation:
             before_update()
@@ -325,12 +326,13 @@ def evaluate(
     *,
     ends: Sequence[int],
     preference: Preference | None = None,
+    reference: Callable[[RowSlice], torch.Tensor | None] = lambda row: None,
 ) -> list[SetLoss]:
     """Return the loss of each set of evaluation rows.
 
     All ranks must call this function, with the same number of slices. The sets are consecutive, and ``ends`` contains
     the row after the last of each. The loss is the unweighted cross-entropy over supervised tokens, without label
-    weights or auxiliary losses, or ``preference`` over pairs.
+    weights or auxiliary losses, or ``preference`` over pairs; ``reference`` is as in `train_step`.
     """
     engine.eval()
     totals = torch.zeros(len(ends), 4, dtype=torch.float64, device=device)
@@ -340,7 +342,7 @@ def evaluate(
                 batch: ShardedBatch = batch_of(replace(row, label_weights=None), mesh, device)
                 # A filler row has neither loss nor tokens, and its number is below all others.
                 of_set = totals[bisect_right(ends, row.row)]
-                found = row_loss(engine, batch, tile=loss_tile, preference=preference)
+                found = row_loss(engine, batch, reference(row), preference, loss_tile)
                 of_set[2:] += found.added[2:4]
                 of_set[0] += found.loss_sum.double()
                 of_set[1] += (batch.labels_BL != IGNORE_INDEX).sum()
@@ -518,6 +520,7 @@ class StepMeter:
                 "pair_accuracy": result.pairs.accuracy,
                 "pair_margin": result.pairs.margin,
                 "chosen_reward": result.pairs.chosen_reward,
+                "pair_kl": result.pairs.kl,
             }
         if result.routing:
             found |= {

@@ -18,7 +18,6 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine.model import build_model
-from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.held_out import held_out_documents
 from ray_ulysses.inspect.verification import verify_run
 from ray_ulysses.planner.stages import stage_at
@@ -35,18 +34,18 @@ STEPS = 6
 CONTEXT = 192
 
 
-def pair_corpus(folder: Path) -> Path:
+def pair_corpus(folder: Path, seed: int = 0, num_pairs: int = 90) -> Path:
     """Prepare pairs of random bytes; every tenth is longer than a row."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     rows = []
-    for number in range(90):
+    for number in range(num_pairs):
         size = 150 if number % 10 == 9 else 40
         prompt, chosen, rejected = (
             "".join(map(chr, rng.integers(97, 123, int(rng.integers(3, size))))) for _ in range(3)
         )
         if number % 10 == 5:
             # With two end tokens, one token longer than a row.
-            prompt, chosen, rejected = "p" * 20, "c" * 70 + f"{number:02}", "r" * (CONTEXT - 1 - 112)
+            prompt, chosen, rejected = "p" * 20, "cde"[seed] * 70 + f"{number:02}", "r" * (CONTEXT - 1 - 112)
         rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     folder.mkdir(parents=True)
     path = folder / "rows.jsonl"
@@ -99,8 +98,7 @@ def test_a_run_is_a_plain_loop_over_pairs(tmp_path: Path, kind: str) -> None:
     config = make_config(tmp_path, path, run__stop_step=STEPS, **settings, **narrow)
     assert train(config, "second") == ("finished", STEPS)
     assert verify_run(config.run_dir).holds
-    with pytest.raises(UserError, match="pairs of answers"):
-        held_out_documents(None, config.run_dir, trust_run=False)
+    assert held_out_documents(None, config.run_dir, trust_run=False).numbers.size > 0
 
     plan, corpus = load_plan(config.run_dir / "plan"), Corpus.open(path)
     assert corpus.info.are_pairs and plan.newest.totals.dropped_documents > 0

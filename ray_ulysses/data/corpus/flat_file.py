@@ -100,6 +100,14 @@ class FlatWriter:
         self._file.write(blocks)
 
 
+def flat_content(values: NDArray[Any]) -> tuple[bytes, FlatInfo]:
+    """Return the content of a flat file with the given values, and its size and checksums."""
+    blocks = values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+    sums = np.asarray(_sums_of(blocks), dtype="<u4").tobytes()
+    info = FlatInfo(num_items=values.size, crc32=zlib.crc32(blocks), blocks_crc32=zlib.crc32(sums))
+    return blocks + sums, info
+
+
 class FlatFile:
     """Thread-safe reader of a flat file that verifies the checksum of every block on every read.
 

@@ -43,6 +43,27 @@ SOURCES = {"data__path": None}
         ({"objective__kind": "orpo", "data__overlong": "drop", "objective__margin": 0.5}, "objective.margin"),
         ({"objective__kind": "orpo", "data__overlong": "drop", "data__packing": "concat"}, "data.packing"),
         ({"objective__kind": "orpo", "data__overlong": "drop", "optimizer__z_loss": 1e-4}, "optimizer.z_loss"),
+        ({"objective__kind": "dpo", "data__overlong": "drop"}, "model.init"),
+        (
+            {
+                "objective__kind": "ipo",
+                "data__overlong": "drop",
+                "objective__label_smoothing": 0.1,
+                "model__init": "pretrained",
+                "model__path": "m",
+            },
+            "objective.label_smoothing",
+        ),
+        (
+            {
+                "objective__kind": "dpo",
+                "data__overlong": "drop",
+                "model__rope": {"rope_theta": 1e6},
+                "model__init": "pretrained",
+                "model__path": "m",
+            },
+            "model.rope",
+        ),
         ({"model__init": "pretrained"}, "model.path"),
         ({"model__config": None}, "model.config"),
         ({"parallel__sp_size": 4, "model__config": None, "model__path": "m"}, "parallel.sp_size"),

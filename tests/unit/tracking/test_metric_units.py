@@ -19,7 +19,7 @@ from tests.unit.planner.runs import LLAMA_3_8B
 def test_every_metric_has_one_unit_and_every_unit_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     result = StepResult(
         loss=2.0, z_loss=0.1, router_loss=0.2, grad_norm=1.0, is_finite=True, bad_rows=(), tokens=8, digest=0,
-        flags=Flags(), pairs=PairMetrics(accuracy=0.5, margin=0.1, chosen_reward=-0.2),
+        flags=Flags(), pairs=PairMetrics(accuracy=0.5, margin=0.1, chosen_reward=-0.2, kl=0.3),
         routing=(LayerRouting(layer=3, imbalance=1.5, dead=2, entropy=0.7),),
     )  # fmt: skip
     monkeypatch.setattr("ray_ulysses.trainer.step.peak_bf16_flops", lambda name: 1e12)

@@ -1,0 +1,63 @@
+"""Finds the stored log-probabilities of a run's pairs of answers under its reference model."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ray_ulysses.data.corpus.reference import Reference, find_reference, stored_references
+from ray_ulysses.engine.model_digest import model_digest
+from ray_ulysses.errors import Problem
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+    from ray_ulysses.data.corpus.corpus import Corpus
+
+
+def reference_problems(
+    config: Config, corpora: Sequence[Corpus], setting_of: Callable[[str], str]
+) -> Iterator[Problem]:
+    """Yield a problem for each corpus without log-probabilities under the run's reference model, if it has one.
+
+    Raises:
+        UserError: The model or the stored values can't be read.
+    """
+    if not config.objective.needs_reference:
+        return
+    digest, model, dtype = model_digest(str(config.model.path)), str(config.model.path), config.model.dtype
+    for corpus in corpora:
+        if find_reference(corpus, reference_of(config, corpus, digest)) is not None:
+            continue
+        path, others = str(corpus.folder), []
+        for one in stored_references(corpus):
+            reason = f"--dtype {one.dtype}" if one.dtype != dtype else "a model with other weights"
+            others.append(f"{one.model} ({'another corpus' if one.corpus != corpus.fingerprint else reason})")
+        stored = f"; it has those under {', '.join(others)}" if others else ""
+        yield Problem(
+            path=setting_of(path),
+            value=path,
+            rule=f"has no log-probabilities under model.path={model}, which objective.kind={config.objective.kind} "
+            f"needs for training and evaluation{stored}",
+            hint=f"run `{reference_command(path, model, dtype)}`",
+        )
+
+
+def reference_notes(config: Config) -> tuple[str, ...]:
+    """Return a note on the run's reference model, if it has one."""
+    if not config.objective.needs_reference:
+        return ()
+    return (
+        f"objective.kind={config.objective.kind}: the reference model is model.path={config.model.path}; its "
+        "log-probabilities are read from the corpora (`ray-ulysses reference`), so it takes no memory",
+    )
+
+
+def reference_of(config: Config, corpus: Corpus, digest: str) -> Reference:
+    """Return the run's reference model for a corpus, given the model's digest."""
+    return Reference(corpus=corpus.fingerprint, digest=digest, dtype=config.model.dtype, model=str(config.model.path))
+
+
+def reference_command(corpus: str, model: str, dtype: str) -> str:
+    """Return the command that computes a corpus's log-probabilities."""
+    return f"ray-ulysses reference {shlex.quote(corpus)} --model {shlex.quote(model)} --dtype {dtype}"
