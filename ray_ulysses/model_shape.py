@@ -144,7 +144,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """The sizes of a causal decoder."""
+    """The sizes of a causal decoder or of an encoder."""
 
     model_type: str
     num_layers: int
@@ -160,7 +160,7 @@ class ModelShape:
     value_dim: int
     """Width of a value head, and of a head in the attention output."""
     attention_width: int
-    """Total width of all layers' query heads; if value heads have another width, the mean of both totals."""
+    """Total width of all layers' query heads, or the mean with the value heads'; doubled without a causal mask."""
     output_width: int
     """Total width of all layers' attention outputs."""
     vocab_size: int
@@ -197,6 +197,10 @@ class ModelShape:
     """Number of parallel residual streams. Gemma 3n has several."""
     attentions: int = 1
     """Number of attention calls per layer: 2 in DiffLlama, which subtracts one output from the other; otherwise 1."""
+    is_gated: bool = True
+    """Whether an MLP multiplies its activation by a gate."""
+    has_mlp_modules: bool = True
+    """Whether each layer's MLP is a module of its own, which can run over tiles of tokens."""
 
     @property
     def mlp_width(self) -> int:
@@ -209,11 +213,11 @@ class ModelShape:
         """Number of parameters in a layer's MLP, including all experts but not the router."""
         experts = self.experts
         width = self.intermediate_size if experts is None else experts.count * experts.width + experts.shared
-        return 3 * self.hidden_size * width
+        return (3 if self.is_gated else 2) * self.hidden_size * width
 
     @property
     def idle_parameters(self) -> int:
-        """Number of expert parameters in all layers that a token does not use."""
+        """Number of parameters in all layers that a token does not use in a matrix product, such as other experts'."""
         if self.counted_idle is not None or self.experts is None:
             return self.counted_idle or 0
         layers = max(0, self.num_layers - self.experts.dense_layers)

@@ -181,11 +181,11 @@ def find_trained_part(config: Config) -> TrainedPart | None:
 
 def _adapted(config: Config, adapter: AdapterSection) -> tuple[TrainedPart, Any]:
     """Return the trained part of a run with an adapter, and the model on the meta device with the adapter."""
-    model = _planned_model(config)
+    model = planned_model(config)
     part = trained_part(model, adapter)
     if config.model.base_dtype != "bf16":
         torchao()
-        base = _planned_model(config).to(torch_dtype(config.model.dtype))
+        base = planned_model(config).to(torch_dtype(config.model.dtype))
         quantize_base(base, config)
         part = replace(part, **quantized_sizes(base))
     return part, model
@@ -202,7 +202,7 @@ def check_adapter_start(config: Config, adapter: AdapterSection) -> tuple[str, .
     Raises:
         UserError: The adapter can't be read, has an unsupported kind, or differs from the settings or the base model.
     """
-    model = _planned_model(config)
+    model = planned_model(config)
     refuse_other_adapter(model, adapter, config.model.path)
     with torch.device("meta"):
         refuse_other_tensors(add_adapter(model, adapter, config.run.seed), adapter)
@@ -223,7 +223,7 @@ def with_training(config: Config, shape: ModelShape) -> ModelShape:
         part, model = _adapted(config, adapter)
         shape = replace(shape, part=part)
     else:
-        model = _planned_model(config)
+        model = planned_model(config)
     if freeze:
         freeze_parameters(model, freeze)
         shape = replace(shape, part=count_trained(model))
@@ -431,7 +431,8 @@ def adapted_meta_model(config: Config, *, is_tied: bool) -> Any:
     return model
 
 
-def _planned_model(config: Config) -> Any:
+def planned_model(config: Config) -> Any:
+    """Build a run's model on the meta device, from the configuration for planning; see `meta_model`."""
     return meta_model(planned_config(config), config.model.part, config.objective.task)
 
 

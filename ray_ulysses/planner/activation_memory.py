@@ -94,7 +94,7 @@ class Tiles:
     def chosen(cls, setting: TileSetting, tokens: int, shape: ModelShape) -> Tiles:
         """Return the tile sizes for a ``memory.mlp_tile`` setting and a number of tokens per rank."""
         return cls(
-            mlp=mlp_tile_tokens(setting, tokens, shape.mlp_width),
+            mlp=mlp_tile_tokens(setting, tokens, shape.mlp_width) if shape.has_mlp_modules else tokens,
             norm=norm_tile_vectors(setting, tokens, shape.hidden_size, shape.hidden_size),
             query_norm=tokens
             if shape.model_type in WHOLE_HEAD_NORMS
@@ -169,10 +169,16 @@ def _saved(
         text = f"{tokens:,} tokens per rank x {width} x {value} bytes: input of the output projection"
         terms.append(term("attention output, exchanged", tokens * width * value, "mlp", text))
     if tiles.mlp >= tokens:
-        each = 4 * shape.mlp_width * value
-        text = f"{tokens:,} tokens per rank x {each:,} bytes: gate, up, their activation and product"
+        each = _mlp_values(shape) * shape.mlp_width * value
+        parts = "gate, up, their activation and product" if shape.is_gated else "the inner values and their activation"
+        text = f"{tokens:,} tokens per rank x {each:,} bytes: {parts}"
         terms.append(term("one MLP", tokens * each, "mlp", text))
     return terms
+
+
+def _mlp_values(shape: ModelShape) -> int:
+    """Return the number of values of an MLP's width that its forward saves per token."""
+    return 4 if shape.is_gated else 2
 
 
 def _router_scores(shape: ModelShape, tokens: int, value: int) -> list[MemoryTerm]:
@@ -216,9 +222,9 @@ def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, c
     of_adapter = 2 if shape.part is not None and shape.part.added and not shape.part.summed else 0
     if checkpointed and tile >= tokens:
         # During the norm's backward pass, the MLP's saved tensors and its input are already freed.
-        norm -= tokens * (4 * shape.mlp_width + shape.hidden_size) * value
+        norm -= tokens * (_mlp_values(shape) * shape.mlp_width + shape.hidden_size) * value
     if tile < tokens:
-        values = 6 + of_adapter
+        values = 2 + _mlp_values(shape) + of_adapter
         each, weights = values * shape.mlp_width * value, shape.mlp_parameters
         weights *= not shape.has_adapter
         size = tile * each + tokens * shape.hidden_size * value + weights * (FP32_BYTES + value)

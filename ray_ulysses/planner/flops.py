@@ -47,7 +47,8 @@ def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> f
     Each token takes ``6 N`` FLOPs, where N is the number of parameters in matrix products (all except an untied input
     embedding, which is a lookup). A document of S tokens takes ``6 d S^2`` FLOPs in attention, where d is the total
     width of all layers' heads: in the forward pass, ``QK`` and ``PV`` take ``2 S^2 d`` each, halved by the causal mask
-    (unlike PaLM, appendix B, https://arxiv.org/abs/2204.02311), and the backward pass takes twice as much.
+    (unlike PaLM, appendix B, https://arxiv.org/abs/2204.02311), and the backward pass takes twice as much. In an
+    encoder, nothing is halved, so its ``attention_width`` is ``2 d``. Local windows are not taken into account.
     Frozen parameters have no gradients and take ``4 N``. Only the experts to which a token is routed are included. A
     layer that is used several times is included once per use. A recurrence takes 6 FLOPs per multiply-add.
 

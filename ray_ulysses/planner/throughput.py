@@ -202,7 +202,7 @@ class _Parts:
         return self.work.tokens * (passes * shape.layer_multiply_adds + 6 * head - 2 * shape.frozen_matrices)
 
     def attention_flops(self, passes: int) -> float:
-        """Return the FLOPs of causal attention on all ranks."""
+        """Return the FLOPs of attention on all ranks."""
         return passes * self.shape.attention_width * self.work.squares
 
     def matmul(self) -> TimeTerm:

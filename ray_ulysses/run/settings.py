@@ -85,6 +85,10 @@ def model_shape(config: Config) -> ModelShape:
         from ray_ulysses.engine.model import with_mixers
 
         shape = with_mixers(config, shape)
+    if config.objective.task == "masked_lm":
+        from ray_ulysses.engine.encoder_shape import with_encoder
+
+        shape = with_encoder(config, shape)
     if config.model.adapter is None and not config.model.freeze and not config.optimizer.is_by_parameter:
         return shape
     from ray_ulysses.engine.model import with_training
