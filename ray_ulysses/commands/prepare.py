@@ -39,7 +39,7 @@ def _option(help_text: str, **settings: Any) -> Any:
 def prepare(
     sources: Annotated[list[str], typer.Argument(help="Files, source trees, or a `datasets` directory or hub name.")],
     out: Annotated[str, _option("Directory that every node can access, or s3://bucket/corpus.")],
-    tokenizer: Annotated[str, _option("`bytes`, or a Hugging Face tokenizer: directory or hub id.")],
+    tokenizer: Annotated[str, _option("`bytes`, chars:ACGTN, kmer:6, or a Hugging Face directory or hub id.")],
     kind: Annotated[Literal["auto", "text", "jsonl", "parquet", "datasets"], _option("Kind of the sources.")] = "auto",
     pattern: Annotated[str, _option("In a directory, only files whose path matches this pattern.")] = "*",
     exclude: Annotated[list[str] | None, _option("Patterns of files to leave out, in addition to .* .")] = None,
@@ -327,6 +327,11 @@ def _encoding(corpus: Corpus) -> list[str]:
             f"warning: {encoding.num_open_turns:,} learned turns end without a special token, so a model does not "
             "learn to stop there; use a chat template that ends each turn with one (--chat-template), or end documents "
             "with one (--eos)"
+        )
+    if encoding.num_unknown:
+        said.append(
+            f"warning: {encoding.num_unknown:,} tokens ({encoding.num_unknown / corpus.info.num_tokens:.2%}) stand for "
+            "text that the vocabulary does not have"
         )
     if encoding.bos_token_id is not None:
         said.append(f"texts begin with {_token(corpus, encoding.bos_token_id)}")

@@ -16,7 +16,7 @@ class PrepareSection(Section):
     """Files, source trees, or a `datasets` directory or hub name, which every node can read."""
 
     tokenizer: NamedPlace
-    """`bytes`, or the directory or hub id of a Hugging Face tokenizer."""
+    """`bytes`, `chars:LETTERS`, `kmer:K`, or the directory or hub id of a Hugging Face tokenizer."""
 
     kind: Literal["auto", "text", "jsonl", "parquet", "datasets"] = "auto"
     """Kind of the sources. Default `auto`."""

@@ -123,6 +123,7 @@ def merge(
             num_chats=num_chats,
             num_chat_documents=sum(result.num_chat_documents for result in results),
             num_open_turns=sum(result.num_open_turns for result in results),
+            num_unknown=sum(result.num_unknown for result in results),
             chat_template=encoder.chat.template if num_chats else None,
         ),
         dtype=token_dtype(tokenizer.vocab_size).name,

@@ -97,6 +97,8 @@ class UnitResult:
     """Number of documents made from conversations."""
     num_open_turns: int = 0
     """Number of supervised turns that do not end with a special token."""
+    num_unknown: int = 0
+    """Number of unknown tokens."""
 
 
 def unit_file(out: Path, index: int, suffix: str) -> Path:
@@ -186,6 +188,7 @@ def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
         num_chats=collected.num_chats,
         num_chat_documents=collected.num_chat_documents,
         num_open_turns=collected.num_open_turns,
+        num_unknown=collected.num_unknown,
     )
     collected.write(out, unit.index)
     write_text(unit_file(out, unit.index, "json"), json.dumps(asdict(result)), out)
@@ -201,7 +204,7 @@ class _Collected:
         self.has_spans = self.has_weights = False
         self.turn_ends: set[int] = set()
         self.lines: LineCounts | None = None
-        self.num_chats = self.num_chat_documents = self.num_open_turns = 0
+        self.num_chats = self.num_chat_documents = self.num_open_turns = self.num_unknown = 0
         self._encoder, self._is_tokenized = encoder, unit.kind in TOKENIZED
         # Texts are encoded in batches. Rejected documents wait with the texts around them, to preserve the order.
         self._texts: list[RawDocument | Rejected] = []
@@ -301,6 +304,8 @@ class _Collected:
         )
 
     def _count(self, ids: NDArray[np.integer[Any]]) -> None:
+        if (unknown := self._encoder.tokenizer.unknown_token_id) is not None:
+            self.num_unknown += int(np.count_nonzero(ids == unknown))
         if self.counts is not None:
             self.counts += np.bincount(ids, minlength=self.counts.size)
 

@@ -68,6 +68,8 @@ class EncodingInfo:
     """Number of documents made from the conversations. A turn may require a separate document."""
     num_open_turns: Whole = 0
     """Number of supervised turns that do not end with a special token."""
+    num_unknown: Whole = 0
+    """Number of unknown tokens, including those of duplicates that were excluded later."""
     chat_template: str | None = None
     """Text of the chat template that rendered the conversations; None if the corpus has no conversations or the byte
     tokenizer encoded them."""
