@@ -8,8 +8,9 @@ from pydantic import Field
 
 from ray_ulysses.config.section import OnResume, Section, fixed
 
-Task = Literal["causal_lm", "masked_lm"]
-"""What a model predicts, by which its Transformers class is chosen: the next token, or masked tokens."""
+Task = Literal["causal_lm", "masked_lm", "sequence_classification"]
+"""What a model predicts, by which its Transformers class is chosen: the next token, masked tokens, or the class of a
+document."""
 
 
 class ObjectiveSection(Section):
@@ -20,11 +21,11 @@ class ObjectiveSection(Section):
 
     on_resume: ClassVar[OnResume] = fixed("a change would alter the loss curve")
 
-    kind: Literal["next_token", "dpo", "ipo", "orpo", "simpo"] = "next_token"
-    """`next_token`: cross-entropy. `dpo` and `ipo`: losses of pairs relative to a reference model, the model in
-    `model.path`; `ray-ulysses reference` computes its log-probabilities first. `orpo` and `simpo`: losses of pairs that
-    need no reference model. All but `dpo` divide log-probabilities by an answer's number of tokens. Default
-    `next_token`."""
+    kind: Literal["next_token", "classification", "dpo", "ipo", "orpo", "simpo"] = "next_token"
+    """`next_token`: cross-entropy of the next token. `classification`: cross-entropy of each document's class. `dpo`
+    and `ipo`: losses of pairs relative to a reference model, the model in `model.path`; `ray-ulysses reference`
+    computes its log-probabilities first. `orpo` and `simpo`: losses of pairs that need no reference model. All but
+    `dpo` divide log-probabilities by an answer's number of tokens. Default `next_token`."""
 
     beta: float = Field(default=0.1, gt=0)
     """For `orpo`, weight of the odds of both answers; otherwise, scale of the rewards, which is often 2 to 10 with
@@ -39,15 +40,30 @@ class ObjectiveSection(Section):
     sft_weight: float = Field(default=0.0, ge=0)
     """Weight of the chosen answer's mean cross-entropy, which `orpo` always adds with weight 1. Default 0."""
 
+    classes: tuple[str, ...] = Field(default=(), strict=False)
+    """For `classification`, names of the classes in the order of the model's outputs. Default: those of the corpora."""
+
     @property
     def task(self) -> Task:
         """What the model predicts."""
-        return "causal_lm"
+        return "sequence_classification" if self.kind == "classification" else "causal_lm"
+
+    @property
+    def counts(self) -> Literal["tokens", "documents", "pairs"]:
+        """What the loss is a mean over."""
+        if self.kind == "classification":
+            return "documents"
+        return "tokens" if self.kind == "next_token" else "pairs"
+
+    @property
+    def needs_whole_documents(self) -> bool:
+        """Whether every token of a document must be in its row."""
+        return self.kind == "classification"
 
     @property
     def uses_pairs(self) -> bool:
         """Whether the loss is one of pairs of answers."""
-        return self.kind != "next_token"
+        return self.counts == "pairs"
 
     @property
     def needs_reference(self) -> bool:

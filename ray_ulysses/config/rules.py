@@ -18,9 +18,10 @@ from ray_ulysses.model_shape import ModelShape
 
 _DEFAULT_OBJECTIVE = ObjectiveSection()
 _PAIR_SETTINGS = ("beta", "margin", "label_smoothing", "sft_weight")
-_PAIR_SETTINGS_OF = {
-    "next_token": (), "dpo": ("beta", "label_smoothing", "sft_weight"), "ipo": ("beta", "sft_weight"),
-    "orpo": ("beta", "sft_weight"), "simpo": _PAIR_SETTINGS,
+_OBJECTIVE_SETTINGS = (*_PAIR_SETTINGS, "classes")
+_SETTINGS_OF = {
+    "next_token": (), "classification": ("classes",), "dpo": ("beta", "label_smoothing", "sft_weight"),
+    "ipo": ("beta", "sft_weight"), "orpo": ("beta", "sft_weight"), "simpo": _PAIR_SETTINGS,
 }  # fmt: skip
 NO_CORPUS = "no corpus is specified"
 """The rule that only `plan` may break."""
@@ -366,19 +367,20 @@ def _early_stopping_has_losses(config: Config) -> Iterator[Problem]:
         yield problem_of(config, "run.early_stopping", rule, "remove it or the stages")
 
 
-def _pairs_stay_whole(config: Config) -> Iterator[Problem]:
+def _documents_stay_whole(config: Config) -> Iterator[Problem]:
     kind = config.objective.kind
-    for name in _PAIR_SETTINGS:
-        if name not in _PAIR_SETTINGS_OF[kind] and getattr(config.objective, name) != getattr(_DEFAULT_OBJECTIVE, name):
+    for name in _OBJECTIVE_SETTINGS:
+        if name not in _SETTINGS_OF[kind] and getattr(config.objective, name) != getattr(_DEFAULT_OBJECTIVE, name):
             rule = f"is not a setting of objective.kind={kind}"
             yield problem_of(config, f"objective.{name}", rule, "remove it, or set another kind")
-    if kind == "next_token":
+    unit = {"pairs": "pairs of answers", "documents": "documents"}.get(config.objective.counts)
+    if unit is None:
         return
     if config.data.overlong != "drop":
-        rule = f"would divide pairs of answers, which objective.kind={kind} needs whole"
-        yield problem_of(config, "data.overlong", rule, "use drop, which leaves out pairs that are longer than a row")
+        rule = f"would divide {unit}, which objective.kind={kind} needs whole"
+        yield problem_of(config, "data.overlong", rule, f"use drop, which leaves out {unit} that are longer than a row")
     if config.data.packing == "concat":
-        rule = f"would divide pairs of answers, which objective.kind={kind} needs whole"
+        rule = f"would divide {unit}, which objective.kind={kind} needs whole"
         yield problem_of(config, "data.packing", rule, "use best_fit or wide_fit")
     if config.optimizer.z_loss:
         yield problem_of(config, "optimizer.z_loss", f"is not possible with objective.kind={kind}", "use 0")
@@ -388,6 +390,11 @@ def _pairs_stay_whole(config: Config) -> Iterator[Problem]:
     if config.objective.needs_reference and isinstance(config.model.rope, RopeSection):
         rule = f"changes the positions, but objective.kind={kind} compares with the model in model.path as it is stored"
         yield problem_of(config, "model.rope", rule, "set model.path to an export of the model with these positions")
+    if config.objective.counts == "documents" and config.model.adapter is not None:
+        rule = f"would leave the head frozen, which objective.kind={kind} trains"
+        yield problem_of(config, "model.adapter", rule, "remove it; model.freeze can freeze other parameters")
+    if len(config.objective.classes) == 1:
+        yield problem_of(config, "objective.classes", "has a single class", "name at least two classes")
 
 
 def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
@@ -437,7 +444,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _warmup_ends_before_the_horizon,
     _evaluation_has_documents,
     _early_stopping_has_losses,
-    _pairs_stay_whole,
+    _documents_stay_whole,
     _best_has_a_metric,
     _nvme_has_a_place,
     _optimizer_fits,

@@ -109,8 +109,7 @@ def classification_loss(
     Raises:
         UserError: See `pooling_of`, or the classes do not fit the batch or the model.
     """
-    inner = inner_model(model)
-    pooling, num_classes = pooling_of(inner), inner.config.num_labels
+    num_classes = inner_model(model).config.num_labels
     classes_D = torch.as_tensor(classes_D, dtype=torch.int64)
     num_documents = sum(map(len, batch.documents.lengths))
     if classes_D.shape != (num_documents,):
@@ -118,7 +117,7 @@ def classification_loss(
     wrong = classes_D[(classes_D < 0) | (classes_D >= num_classes)].tolist()
     if wrong:
         raise UserError(f"classes_D contains {wrong[0]}, but the model has the classes 0 to {num_classes - 1}")
-    logits_DC = _document_logits(model, batch, pooling).float()
+    logits_DC = document_logits(model, batch).float()
     losses_D = cross_entropy(logits_DC, classes_D.to(logits_DC.device), reduction="none")
     counts = batch.mesh.sp_rank == 0
     objective_sum = losses_D.sum() * counts
@@ -130,9 +129,16 @@ def classification_loss(
     )
 
 
-def _document_logits(model: Callable[..., Any], batch: ShardedBatch, pooling: Pooling) -> torch.Tensor:
+def document_logits(model: Callable[..., Any], batch: ShardedBatch) -> torch.Tensor:
+    """Run the forward pass and return the logits of each document's class ``[D, C]``, equal on all ranks of ``sp``.
+
+    The logits are differentiable. All ranks of ``sp`` must call this function, and count a loss on one of them.
+
+    Raises:
+        UserError: See `pooling_of`.
+    """
     inner = inner_model(model)
-    trunk = inner.base_model
+    pooling, trunk = pooling_of(inner), inner.base_model
     pooler = getattr(trunk, "pooler", None)
     found: list[torch.Tensor] = []
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -244,13 +244,37 @@ def _padded(part: torch.Tensor, size: int) -> torch.Tensor:
     return part if part.numel() == size else torch.cat([part, part.new_zeros(size - part.numel())])
 
 
-def find_weights(model: Any, path: str, quantizer: Any) -> PretrainedWeights:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Drawn:
+    """A tensor of a new head, in the place of Transformers' ``WeightTransform``."""
+
+    value: torch.Tensor
+    collected_tensors: Mapping[str, list[_Stored]] = field(default_factory=dict)
+
+    def convert(self, first: str, **options: Any) -> dict[str, torch.Tensor]:
+        return {first: self.value}
+
+
+def _drawn_head(model: Any, names: Collection[str], seed: int) -> Iterator[_Conversion]:
+    """Draw the tensors of a new head as Transformers initializes them, on the host and from the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module_name in sorted({name.rpartition(".")[0] for name in names}):
+            drawn = deepcopy(model.get_submodule(module_name)).to_empty(device="cpu")
+            model._init_weights(drawn)
+            for name, value in drawn.state_dict(prefix=f"{module_name}.").items():
+                if name in names:
+                    yield _Conversion(first=name, targets=(name,), transform=_Drawn(value=value))
+
+
+def find_weights(model: Any, path: str, quantizer: Any, head_seed: int | None = None) -> PretrainedWeights:
     """Locate a model's weights, without reading them.
 
     Args:
         model: The model, without weights, with all of its parts.
         path: ``model.path``. Files from the hub are downloaded.
         quantizer: Transformers' quantizer, or None if the weights are not quantized.
+        head_seed: Seed of a head for documents if the files have none, or None if every tensor must be in the files.
 
     Raises:
         UserError: The files can't be read, or lack a tensor of the model.
@@ -287,7 +311,13 @@ def find_weights(model: Any, path: str, quantizer: Any) -> PretrainedWeights:
     )  # fmt: skip
     # Old files may lack some tensors, or have some that the model computes.
     model._adjust_missing_and_unexpected_keys(info)
-    _refuse_missing(info.missing_keys, path)
+    missing = set(info.missing_keys)
+    if head_seed is not None:
+        prefix = f"{model.base_model_prefix}."
+        new = {name for name in missing if not name.startswith(prefix) or name.startswith(f"{prefix}pooler.")}
+        conversions += _drawn_head(model, new, head_seed)
+        missing -= new
+    _refuse_missing(missing, path)
     if quantizer is None:
         _refuse_scaled(info.unexpected_keys, set(parameters), path)
     return PretrainedWeights(path=path, quantizer=quantizer, conversions=tuple(conversions))

@@ -16,6 +16,7 @@ from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.attention.refusals import refuse_config, refuse_direction, refuse_inexact
 from ray_ulysses.engine.adapter import add_adapter, count_trained, find_adapted, trained_part
 from ray_ulysses.engine.adapter_start import load_adapter, refuse_other_adapter, refuse_other_tensors, unapplied
+from ray_ulysses.engine.heads import pooling_of
 from ray_ulysses.engine.load_weights import PretrainedWeights, find_weights, together
 from ray_ulysses.engine.loss import refuse_own_loss
 from ray_ulysses.engine.model_config import (
@@ -332,7 +333,7 @@ def check_architecture(config: Config) -> ProbeResult:
         compiled=config.model.compile,
         router_bias_rate=config.optimizer.router_bias_rate,
         dtype=config.model.dtype,
-        uses_pairs=config.objective.uses_pairs,
+        counts=config.objective.counts,
     )
 
 
@@ -345,12 +346,12 @@ def refuse_architecture(
     compiled: bool = False,
     router_bias_rate: float | None = None,
     dtype: str | None = None,
-    uses_pairs: bool = False,
+    counts: str = "tokens",
 ) -> ProbeResult:
     """Build a decoder on the meta device, and raise an error if the decoder can't be trained exactly.
 
-    If ``dtype`` is set, experts that can't be multiplied in this precision are refused too. With ``uses_pairs``, a
-    router loss is refused.
+    If ``dtype`` is set, experts that can't be multiplied in this precision are refused too. A router
+    loss is refused unless ``counts``, what the loss is a mean over, is tokens.
 
     Returns:
         The result of probing the model's forward.
@@ -369,12 +370,15 @@ def refuse_architecture(
     if dtype is not None:
         _refuse_unaligned_experts(model, dtype)
     result = refuse_inexact(model, model.config.get_text_config(decoder=True), None)
-    refuse_direction(result, model.config.model_type, is_causal=task == "causal_lm")
-    if router_loss_of(model) is not None and uses_pairs:
+    if task != "sequence_classification":
+        refuse_direction(result, model.config.model_type, is_causal=task == "causal_lm")
+    if router_loss_of(model) is not None and counts != "tokens":
         raise UserError(
-            "optimizer.router_loss: the model has a router loss, a mean over tokens, which does not fit a loss of "
-            "pairs (objective.kind); set it to 0"
+            "optimizer.router_loss: the model has a router loss, a mean over tokens, which does not fit a mean over "
+            f"{counts} (objective.kind); set it to 0"
         )
+    if task == "sequence_classification":
+        pooling_of(model)
     refuse_no_bias(model, router_bias_rate)
     refuse_own_loss(model)
     return result
@@ -510,7 +514,9 @@ def _pretrained_model(config: Config, dtype: torch.dtype) -> tuple[PreTrainedMod
     refuse_architecture(_trained_config(config), config.model.part, config.objective.task)
     quantization = stored_quantization(path)
     model = _empty_model(config, dtype)
-    return model, find_weights(model, path, None if quantization is None else quantizer_of(quantization))
+    quantizer = None if quantization is None else quantizer_of(quantization)
+    head_seed = config.run.seed if config.objective.task == "sequence_classification" else None
+    return model, find_weights(model, path, quantizer, head_seed)
 
 
 @contextmanager

@@ -75,6 +75,10 @@ def _as_trained(hf_config: Any, config: Config) -> Any:
         set_rope(hf_config, config.model.rope, config.data.context_tokens)
     if config.objective.task != "causal_lm":
         without_noise(hf_config)
+    if config.objective.classes:
+        # `num_labels` is their number.
+        hf_config.id2label = dict(enumerate(config.objective.classes))
+        hf_config.label2id = {name: number for number, name in enumerate(config.objective.classes)}
     return hf_config
 
 
@@ -199,6 +203,7 @@ def refuse_no_class(hf_config: Any, task: Task) -> None:
     kind, instead = {
         "causal_lm": ("causal language model", "a decoder such as llama, mistral or qwen3"),
         "masked_lm": ("masked language model", "an encoder such as modernbert, bert or esm"),
+        "sequence_classification": ("classifier of texts", "a model such as llama, modernbert or bert"),
     }[task]
     if type(hf_config) not in auto_class("whole", task)._model_mapping:
         raise UserError(

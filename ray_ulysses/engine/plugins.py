@@ -131,9 +131,11 @@ def find_plugins(config: Config) -> tuple[Plugins, tuple[Problem, ...]]:
         try:
             plugin = _imported(name, _foreign_folders(config))
             problem = next(_misfits(plugin, found), None)
-            if _has_own(plugin, "token_loss") and config.objective.uses_pairs:
+            if _has_own(plugin, "token_loss") and config.objective.counts != "tokens":
+                objective = config.objective
                 problem = (
-                    f"has a token_loss, but objective.kind={config.objective.kind} is a loss of pairs; use one of them"
+                    f"has a token_loss, but objective.kind={objective.kind} is a loss of {objective.counts}; use one "
+                    "of them"
                 )
             if problem is None:
                 _register(plugin.model_class)

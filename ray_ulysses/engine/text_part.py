@@ -46,11 +46,20 @@ def model_class(hf_config: Any, part: Part, task: Task = "causal_lm") -> Any:
 
 def auto_class(part: Part, task: Task = "causal_lm") -> Any:
     """Return the Transformers auto class for a value of ``model.part`` and a task."""
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForMultimodalLM
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForMaskedLM,
+        AutoModelForMultimodalLM,
+        AutoModelForSequenceClassification,
+    )
 
     if part == "text":
         return AutoModelForMultimodalLM
-    return {"causal_lm": AutoModelForCausalLM, "masked_lm": AutoModelForMaskedLM}[task]
+    return {
+        "causal_lm": AutoModelForCausalLM,
+        "masked_lm": AutoModelForMaskedLM,
+        "sequence_classification": AutoModelForSequenceClassification,
+    }[task]
 
 
 def is_multimodal(hf_config: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.engine.stored_weights import SOURCES
+from ray_ulysses.engine.text_part import auto_class
 from ray_ulysses.export.report import WeightType
 from ray_ulysses.storage.hub import hub_folder
 
@@ -118,15 +119,13 @@ def describe(
     Raises:
         UserError: The model's configuration can't be read.
     """
-    from transformers import AutoModelForCausalLM
-
     hf_config = described_config(config, is_tied)
     if config.model.init == "random" and config.model.config is not None:
         for name in _TOKEN_SETTINGS:
             if hasattr(hf_config, name) and name not in config.model.config:
                 setattr(hf_config, name, merged_ends(None, end_tokens) if name == "eos_token_id" else None)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(hf_config)
+        model: Any = auto_class("whole", config.objective.task).from_config(hf_config)
     model.config.dtype = _DTYPE_NAMES[config.model.dtype if weights == "model" else weights]
     model.config.architectures = [type(model).__name__]
     # The default is a path on the training machine.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 CARD_FILE = "README.md"
 _LICENSE = re.compile(r"^[a-z0-9][a-z0-9.\-]{0,63}$")
+_PIPELINES = {"AutoModelForMaskedLM": "fill-mask", "AutoModelForSequenceClassification": "text-classification"}
 _SETTINGS: dict[str, Any] = {
     "optimizer": True,
     "schedule": True,
@@ -120,7 +121,7 @@ def model_card(report: ExportReport) -> bytes:
         datasets=list(facts.datasets) or None,
         license=facts.license,
         library_name="peft" if report.adapter else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=_PIPELINES.get(report.loaded_with, "text-generation"),
         tags=["ray-ulysses", "long-context", *(["lora"] if report.adapter else [])],
     )
     checked = "It was not compared with the live model (`--no-check`)."

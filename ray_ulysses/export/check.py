@@ -22,6 +22,7 @@ from ray_ulysses.attention.batch import shard_batch, unshard
 from ray_ulysses.attention.ulysses import apply_ulysses
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.rows import Piece
+from ray_ulysses.engine.heads import document_logits
 from ray_ulysses.engine.model import build_model, quantize_base, torch_dtype
 from ray_ulysses.engine.model_config import stored_quantization
 from ray_ulysses.engine.quantized_base import dequantize_layers
@@ -163,7 +164,7 @@ def _live_logits(
     sample: Sample,
     merged_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    """Return the concatenated logits ``[T, V]`` of all documents."""
+    """Return the concatenated logits of all documents: ``[T, V]``, or of a classifier ``[D * C]``."""
     model, not_finite = live_model(config, model_config, stored, weights)
     if merged_dtype is not None:
         model = model.merge_and_unload()
@@ -174,7 +175,10 @@ def _live_logits(
     tokens = torch.tensor([[token for document in sample.documents for token in document]])
     lengths = [[len(document) for document in sample.documents]]
     batch = shard_batch(tokens, tokens, lengths, mesh)
-    logits: torch.Tensor = unshard(model(**batch.model_inputs()).logits, batch)[0]
+    if config.objective.task == "sequence_classification":
+        logits = document_logits(model, batch).flatten()
+    else:
+        logits = unshard(model(**batch.model_inputs()).logits, batch)[0]
     if not bool(logits.isfinite().all()):
         where = f"and neither are {len(not_finite)} weights ({not_finite[0]})" if not_finite else "but its weights are"
         raise RunError(

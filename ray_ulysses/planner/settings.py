@@ -68,7 +68,7 @@ def plan_settings(config: Config, shape: ModelShape, settled: PlanSettings | Non
         rows_per_step=config.data.rows_per_step,
         epochs=config.data.epochs,
         packing=config.data.packing,
-        overlong=config.data.overlong,
+        overlong="drop_whole" if config.objective.needs_whole_documents else config.data.overlong,
         balance_steps=config.data.balance_steps,
         token_cost=settled.token_cost if settled else token_cost(shape),
         eval_fraction=config.data.eval_fraction,

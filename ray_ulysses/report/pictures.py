@@ -203,6 +203,7 @@ pair_rewards_picture = _columns(
     "reward", {"pair_margin": "chosen minus rejected", "chosen_reward": "chosen"}, _NO_PAIRS, is_linear=True
 )
 pair_kl_picture = _columns("nats", {"pair_kl": "mean over answers"}, "the run has no reference model", is_linear=True)
+accuracy_picture = _columns("fraction", {"accuracy": "training"}, "the documents have no classes", from_zero=True)
 _NO_ROUTERS = "the model has no routers that are counted"
 router_imbalance_picture = _columns("busiest expert / mean", {"router_imbalance": "worst layer"}, _NO_ROUTERS)
 dead_experts_picture = _columns("experts of all layers", {"dead_experts": "dead"}, _NO_ROUTERS, from_zero=True)
@@ -538,6 +539,7 @@ PICTURES = (
         False,
     ),
     Picture("Training loss by corpus", source_losses_picture, "Each value covers the steps since the previous one."),
+    Picture("Accuracy", accuracy_picture, "Documents of a step whose class is predicted."),
     Picture("Accuracy of pairs", pair_accuracy_picture, "Pairs whose chosen answer has the larger reward."),
     Picture("Rewards of pairs", pair_rewards_picture, "Means over a step's pairs."),
     Picture("Distance from the reference", pair_kl_picture, "Log-probability of an answer minus the reference's."),

@@ -8,14 +8,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.config import Config
 from ray_ulysses.config.job_paths import relative_path_problems
 from ray_ulysses.config.resume import STAGES, branch_changes
 from ray_ulysses.config.stages import corpus_paths, in_stage, stage_config
-from ray_ulysses.data.corpus.corpus import corpus_exists
+from ray_ulysses.data.corpus.corpus import Corpus, corpus_exists
+from ray_ulysses.data.corpus.format import ordered_classes
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.drawing import longest_planned
 from ray_ulysses.data.plan.plan import Plan
@@ -50,9 +51,6 @@ from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import finished_step
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.mlflow_client import HTTPS, plain_http_problem
-
-if TYPE_CHECKING:
-    from ray_ulysses.data.corpus.corpus import Corpus
 
 _log = get_logger(__name__)
 
@@ -143,7 +141,7 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False, stored: Sto
         UserError: The model's configuration or a corpus can't be read, or the corpora contain no rows.
     """
     relative = relative_path_problems(config, base, os.environ)
-    config = config.with_absolute_paths(base)
+    config = with_classes(config.with_absolute_paths(base))
     stored = read_stored_run(config) if stored is None else stored
     problems = [*relative, *_tracking_problems(config), *stored.conflicts(config, branch=branch)]
     problems += _plugin_problems(config)
@@ -207,9 +205,9 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
         if capacity > known:
             problems += context_problems(own, longest, trained_positions(own))
         problems += _sample_problems(own, corpora.corpora[0])
-    pairs = (*corpora.corpora, *validation.corpora)
-    problems += _pair_problems(config, pairs)
-    problems += () if problems else reference_problems(config, pairs, partial(_setting_of, config))
+    documents = (*corpora.corpora, *validation.corpora)
+    problems += _objective_problems(config, documents)
+    problems += () if problems else reference_problems(config, documents, partial(_setting_of, config))
     for corpus in validation.corpora:
         problems += vocabulary_problems(
             corpus.info.max_token_id, shape.vocab_size, str(corpus.folder), "data.validation"
@@ -233,25 +231,43 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
     )
 
 
-def _pair_problems(config: Config, corpora: Sequence[Corpus]) -> Iterator[Problem]:
+def with_classes(config: Config) -> Config:
+    """Return the configuration with the names of the corpora's classes, unless they are set or not needed.
+
+    Raises:
+        UserError: A corpus can't be read.
+    """
+    if config.objective.kind != "classification" or config.objective.classes:
+        return config
+    there = [Corpus.open(path) for path in corpus_paths(config) if corpus_exists(path)]
+    classes = ordered_classes(name for corpus in there for name in corpus.info.classes)
+    return config.model_copy(update={"objective": config.objective.model_copy(update={"classes": classes})})
+
+
+def _objective_problems(config: Config, corpora: Sequence[Corpus]) -> Iterator[Problem]:
     """Refuse corpora that do not suit the objective."""
     kind = config.objective.kind
     for corpus in corpora:
-        if corpus.info.are_pairs != config.objective.uses_pairs:
-            path = str(corpus.folder)
+        path, info = str(corpus.folder), corpus.info
+        rule = hint = ""
+        if info.are_pairs and not config.objective.uses_pairs:
+            rule, hint = "has pairs of answers, which need a preference loss", "set objective.kind, for example to dpo"
+        elif config.objective.uses_pairs and not info.are_pairs:
             rule = f"does not contain pairs of answers, which objective.kind={kind} requires"
             hint = "prepare pairs with --chosen-field and --rejected-field, or set objective.kind: next_token"
-            if corpus.info.are_pairs:
-                rule, hint = (
-                    "has pairs of answers, which need a preference loss",
-                    "set objective.kind, for example to dpo",
-                )
+        elif kind == "classification" and not info.classes:
+            rule = f"has documents without classes, which objective.kind={kind} requires"
+            hint = "prepare it with --label-field, or set objective.kind: next_token"
+        elif kind == "classification" and (others := sorted({*info.classes} - {*config.objective.classes})):
+            rule = f"has the class {others[0]!r}, which is not one of objective.classes"
+            hint = "add it to objective.classes, or remove objective.classes to use the classes of the corpora"
+        if rule:
             yield Problem(path=_setting_of(config, path), value=path, rule=rule, hint=hint)
 
 
 def _longest_planned(config: Config, corpora: Sequence[Corpus], plan: Plan) -> int:
     """Return the length in tokens of the longest document that may be packed into a row, or 0 without documents."""
-    overlong, row_tokens = get_args(Overlong).index(config.data.overlong), plan.settings.capacity
+    overlong, row_tokens = get_args(Overlong).index(plan.settings.overlong), plan.settings.capacity
     planned = (*plan.newest.sources, *plan.newest.validation)
     used = {source.fingerprint for source in planned if source.is_used}
     there = [corpus for corpus in corpora if corpus.fingerprint in used]

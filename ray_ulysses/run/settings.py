@@ -79,6 +79,9 @@ def model_shape(config: Config) -> ModelShape:
             name pattern.
     """
     shape = _whole_shape(config)
+    if config.objective.counts == "documents":
+        # There is no output head over the vocabulary.
+        shape = replace(shape, tied_embeddings=True)
     if shape.experts is not None and config.optimizer.router_loss is not None:
         shape = replace(shape, experts=replace(shape.experts, has_router_loss=config.optimizer.router_loss > 0))
     if shape.model_type in HYBRID_LAYER_TYPES:

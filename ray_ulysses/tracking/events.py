@@ -150,7 +150,7 @@ class StepDone(_Event):
     step: Whole
     """Number of completed steps, including this step."""
     loss: float
-    """Mean loss over the step's supervised tokens, in nats, or over its pairs of answers."""
+    """Mean loss over the step's supervised tokens, pairs of answers or documents, in nats."""
     tokens: Whole
     """Number of supervised tokens."""
     rows: RowRange
@@ -182,6 +182,8 @@ class StepDone(_Event):
     pair_kl: float | None = None
     """Mean over the step's answers of the log-probability minus that of the reference model, in nats; None without a
     reference model."""
+    accuracy: float | None = None
+    """Fraction of the step's documents whose class is predicted; None without classes."""
     router_imbalance: float | None = None
     """Tokens of the busiest expert over the mean of its layer's experts, in the layer where this ratio is largest."""
     dead_experts: Number | None = None
@@ -253,6 +255,8 @@ class EvaluatedCorpus:
     """Number of supervised tokens in these rows."""
     pair_accuracy: float | None = None
     """Fraction of the pairs whose chosen answer has the larger reward; None without pairs."""
+    accuracy: float | None = None
+    """Fraction of the documents whose class is predicted; None without classes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,11 +267,13 @@ class Evaluated(_Event):
     step: Whole
     """Number of completed steps."""
     loss: float
-    """Mean loss over the supervised tokens of the evaluation rows, in nats, or over their pairs of answers."""
+    """Mean loss over the supervised tokens of the evaluation rows, or their pairs of answers or documents, in nats."""
     tokens: Whole
     """Number of supervised tokens in the evaluation rows."""
     pair_accuracy: float | None = None
     """Fraction of the pairs whose chosen answer has the larger reward; None without pairs."""
+    accuracy: float | None = None
+    """Fraction of the documents whose class is predicted; None without classes."""
     seconds: Seconds = 0.0
     """Duration of the evaluation."""
     corpora: tuple[EvaluatedCorpus, ...] = ()

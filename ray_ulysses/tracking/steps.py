@@ -41,6 +41,7 @@ STEP_ROW = np.dtype(
         ("pair_margin", "<f8"),
         ("chosen_reward", "<f8"),
         ("pair_kl", "<f8"),
+        ("accuracy", "<f8"),
     ]
 )
 """All numeric fields of `StepDone`; NaN represents None."""
@@ -48,7 +49,7 @@ STEP_ROW = np.dtype(
 _Other = TypeVar("_Other")
 OPTIONAL_FIELDS = (
     "learning_rate", "grad_norm", "peak_memory_gib", "mfu", "z_loss", "router_loss", "router_imbalance", "dead_experts",
-    "router_entropy", "pair_accuracy", "pair_margin", "chosen_reward", "pair_kl",
+    "router_entropy", "pair_accuracy", "pair_margin", "chosen_reward", "pair_kl", "accuracy",
 )  # fmt: skip
 _MAX_STEPS = 4096
 

@@ -150,8 +150,8 @@ class Translation:
                     # MLflow stores a metric in a file of its name, so no name may begin with another and a slash.
                     by_corpus = {f"eval/{one.name}/loss": one.loss for one in event.corpora}
                     metrics = {EVAL_LOSS: event.loss, **by_corpus}
-                    if event.pair_accuracy is not None:
-                        metrics["eval/pair_accuracy"] = event.pair_accuracy
+                    accuracies = {"eval/pair_accuracy": event.pair_accuracy, "eval/accuracy": event.accuracy}
+                    metrics |= {name: value for name, value in accuracies.items() if value is not None}
                     yield StepMetrics(time=event.time, step=event.step, metrics=metrics)
             case SourcesMeasured():
                 if event.step > self._sources_step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,7 +23,6 @@ from ray_ulysses.engine.activation_offload import offload_activations
 from ray_ulysses.engine.model import build_model, compile_layers
 from ray_ulysses.engine.optimizer import learning_rate
 from ray_ulysses.engine.plugins import Plugins, load_plugins
-from ray_ulysses.engine.preferences import preference_of
 from ray_ulysses.engine.router_health import RouterWatch
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import build_engine, partition_config, prepare_process
@@ -42,6 +41,7 @@ from ray_ulysses.trainer.peer_memory_keeper import PeerMemoryKeeper
 from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.references import open_references
 from ray_ulysses.trainer.resume import AnotherStageError, find_state, read_early_stopping, resume
+from ray_ulysses.trainer.row_objectives import row_objective
 from ray_ulysses.trainer.sampling import open_sampler
 from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
 from ray_ulysses.trainer.self_test import check_start
@@ -49,18 +49,14 @@ from ray_ulysses.trainer.source_loss import SourceLosses
 from ray_ulysses.trainer.step import Flags, StepGuard, StepMeter, evaluate, train_step, with_requests
 
 if TYPE_CHECKING:
-    import torch
-
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
-    from ray_ulysses.data.plan.rows import Piece
     from ray_ulysses.data.read.reader import RowSlice
     from ray_ulysses.data.read.row_source import DirectSource
     from ray_ulysses.elastic.hang import Phase
-    from ray_ulysses.engine.preferences import Preference
     from ray_ulysses.planner.stages import Stage
-    from ray_ulysses.trainer.references import PairReferences
     from ray_ulysses.trainer.resume import StartingState
+    from ray_ulysses.trainer.row_objectives import RowObjective
     from ray_ulysses.trainer.sampling import Sampler
     from ray_ulysses.trainer.worker import Worker
 
@@ -101,8 +97,8 @@ class _Attempt:
     routers: RouterWatch
     sources: SourceLosses | None
     stopping: EarlyStopping
-    preference: Preference | None
-    references: PairReferences | None
+    objective: RowObjective | None
+    evaluation_objective: RowObjective | None
 
     @property
     def plan(self) -> Plan:
@@ -179,6 +175,7 @@ def _run(
         engine.train()
         reader, evaluation_reader = open_rows(config, stage.plan)
         position = resume(engine, start, whole, recorder)
+        references = open_references(context, evaluation_reader.sources)
         attempt = _Attempt(
             context=context,
             mesh=mesh,
@@ -197,10 +194,10 @@ def _run(
             sampler=open_sampler(context),
             plugins=plugins,
             routers=routers,
-            sources=None if config.objective.uses_pairs else SourceLosses.of_mixture(stage.plan, worker.device),
+            sources=None if config.objective.counts != "tokens" else SourceLosses.of_mixture(stage.plan, worker.device),
             stopping=read_early_stopping(context, stage.plan, position.step),
-            preference=preference_of(config),
-            references=open_references(context, evaluation_reader.sources),
+            objective=row_objective(config, evaluation_reader, stage.plan.pieces, references),
+            evaluation_objective=row_objective(config, evaluation_reader, stage.plan.evaluation.pieces, references),
         )
         if position.unsaved is None:
             keeper.resumed(position.step)
@@ -306,9 +303,8 @@ def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -
         loss_tile=config.memory.loss_tile,
         z_loss=config.optimizer.z_loss,
         token_loss=attempt.plugins.token_loss,
-        preference=attempt.preference,
-        num_pairs=int(stats.num_pieces.sum()),
-        reference=partial(_reference, attempt, plan.pieces),
+        objective=attempt.objective,
+        num_counted=int(stats.num_pieces.sum()),
         sources=attempt.sources,
         routers=attempt.routers,
         flags=lambda: _flags(attempt),
@@ -333,13 +329,6 @@ def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -
         tokens=position.tokens + result.tokens,
     )
     return StepOutcome(position=done, metrics=metrics, flags=result.flags)
-
-
-def _reference(attempt: _Attempt, pieces_of: Callable[[int], Sequence[Piece]], row: RowSlice) -> torch.Tensor | None:
-    """Return the log-probability of each answer of a row under the reference model, or None if there is none."""
-    if attempt.references is None:
-        return None
-    return attempt.references.of(() if row.is_filler else pieces_of(row.row))
 
 
 def rate_of_step(stage: Stage, step: int) -> float:
@@ -373,9 +362,8 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
     with memory_explained(context.run, attempt.stage, context.diagnostics, attempt.memory, outcome.position.step):
         tile, ends = context.run.config.memory.loss_tile, [one.rows.stop for one in sets]
         sums = evaluate(
-            attempt.engine, slices, attempt.mesh, device, tile, ends=ends, preference=attempt.preference,
-            reference=partial(_reference, attempt, attempt.plan.evaluation.pieces),
-        )  # fmt: skip
+            attempt.engine, slices, attempt.mesh, device, tile, ends=ends, objective=attempt.evaluation_objective
+        )
     loss = attempt.recorder.evaluated(outcome.position.step, sets, sums, clock.monotonic() - started)
     by_corpus = {one.name: found.loss for one, found in zip(sets, sums, strict=True)}
     attempt.stopping.add(outcome.position.step, loss, by_corpus)

@@ -120,8 +120,9 @@ class SystemMeter:
         return (0.0, 0.0) if counted is None else (counted.bytes_recv / _MEGABYTE, counted.bytes_sent / _MEGABYTE)
 
 
-def _evaluated(found: SetLoss) -> dict[str, float]:
-    accuracy = {} if found.accuracy is None else {"pair_accuracy": found.accuracy}
+def _evaluated(found: SetLoss, counts: str) -> dict[str, float]:
+    name = "pair_accuracy" if counts == "pairs" else "accuracy"
+    accuracy = {} if found.accuracy is None else {name: found.accuracy}
     return {"loss": found.loss, "tokens": found.tokens, **accuracy}
 
 
@@ -282,7 +283,7 @@ class Recorder:
         self._source_sums = {}
 
     def evaluated(self, step: int, sets: Sequence[EvaluationSet], found: Sequence[SetLoss], seconds: float) -> float:
-        """Record an evaluation, and return its mean loss over the tokens, or pairs, of all sets.
+        """Record an evaluation, and return its mean loss over the tokens, pairs or documents of all sets.
 
         Args:
             step: Number of completed steps.
@@ -290,12 +291,13 @@ class Recorder:
             found: The result of each set.
             seconds: Duration of the evaluation.
         """
-        total = combined(found)
+        total, counts = combined(found), self._context.run.config.objective.counts
         corpora = [
-            {"name": one.name, "path": one.path, **_evaluated(of_set)} for one, of_set in zip(sets, found, strict=True)
+            {"name": one.name, "path": one.path, **_evaluated(of_set, counts)}
+            for one, of_set in zip(sets, found, strict=True)
         ]
         by_corpus = {"corpora": corpora} if any(one.path is not None for one in sets) else {}
-        self._append("evaluation", step=step, **_evaluated(total), seconds=round(seconds, 6), **by_corpus)
+        self._append("evaluation", step=step, **_evaluated(total, counts), seconds=round(seconds, 6), **by_corpus)
         return total.loss
 
     def sampled(self, step: int, sampler: Sampler, found: Sequence[Sequence[int]], seconds: float) -> None:

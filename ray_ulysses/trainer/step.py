@@ -9,8 +9,8 @@ import resource
 import sys
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from ray_ulysses.errors import FinalError, RunError
 from ray_ulysses.parallel.layout import held_ranges
 from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops
 from ray_ulysses.run.requests import RequestWatch
-from ray_ulysses.trainer.row_loss import NUM_ADDED, PairMetrics, SetLoss, row_loss
+from ray_ulysses.trainer.row_loss import NUM_ADDED, SetLoss, row_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
     from ray_ulysses.config.running import ElasticSection
     from ray_ulysses.data.read.reader import RowSlice
-    from ray_ulysses.engine.preferences import Preference
     from ray_ulysses.engine.router_health import LayerRouting, RouterWatch
     from ray_ulysses.engine.tiled_loss import TokenLoss
     from ray_ulysses.model_shape import ModelShape
     from ray_ulysses.parallel.layout import TileSetting
     from ray_ulysses.parallel.mesh import SequenceMesh
+    from ray_ulysses.trainer.row_objectives import RowObjective
     from ray_ulysses.trainer.source_loss import SourceLoss, SourceLosses
 
 
@@ -89,7 +89,7 @@ class Flags:
     @classmethod
     def from_counts(cls, counts: Sequence[int]) -> Flags:
         """Return the flags that at least one rank has raised, from counts summed over all ranks."""
-        return cls(**{field.name: count > 0 for field, count in zip(fields(cls), counts, strict=True)})
+        return cls(**{one.name: count > 0 for one, count in zip(fields(cls), counts, strict=True)})
 
 
 NUM_FLAGS = len(fields(Flags))
@@ -197,8 +197,8 @@ class StepResult:
     """Flags that at least one rank has raised."""
     sources: tuple[SourceLoss, ...] = ()
     """Loss of each corpus of a mixture, in the order of the plan's sources; empty for a single corpus."""
-    pairs: PairMetrics | None = None
-    """Rewards of the step's pairs of answers."""
+    of_documents: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the step's documents or pairs, by field of `StepDone`; empty for a loss of tokens."""
     routing: tuple[LayerRouting, ...] = ()
     """How the routers of a mixture of experts distributed the step's document tokens, for each layer with a router."""
     direct_rows: float = 0.0
@@ -219,9 +219,8 @@ def train_step(
     loss_tile: TileSetting = "auto",
     z_loss: float = 0.0,
     token_loss: TokenLoss | None = None,
-    preference: Preference | None = None,
-    num_pairs: int = 0,
-    reference: Callable[[RowSlice], torch.Tensor | None] = lambda row: None,
+    objective: RowObjective | None = None,
+    num_counted: int = 0,
     sources: SourceLosses | None = None,
     routers: RouterWatch | None = None,
     flags: Callable[[], Flags] = Flags,
@@ -243,21 +242,19 @@ def train_step(
         loss_tile: Number of tokens per rank whose logits exist at a time.
         z_loss: Coefficient of the z-loss.
         token_loss: Loss of each token in place of the cross-entropy.
-        preference: Loss of pairs in place of the cross-entropy, with the number of pairs as denominator.
-        num_pairs: Number of pairs of answers in the step, with a loss of pairs.
-        reference: Returns the log-probability of each answer of a row under the reference model, if there is one.
+        objective: Objective of documents in place of the cross-entropy.
+        num_counted: Number of documents or pairs in the step, which is the objective's denominator.
         sources: Sums the loss of each corpus of a mixture.
         routers: Counts the tokens of each expert, and balances routers after the update.
         flags: Function that returns this rank's flags; called at the end of the step.
-        num_direct: Function that returns the number of slices read directly because the stream had not started; called
-            at the end of the step.
+        num_direct: Function that returns the number of slices read before the stream started; called at the end.
         before_update: Function called on every rank before the weights are updated.
 
     Raises:
         RunError: The model received tokens that differ from the plan.
     """
     slices, weight = _weighed(slices, tokens, mesh, device)
-    weight = weight if preference is None else num_pairs
+    weight = weight if objective is None else num_counted
     scale = loss_scale(weight, mesh, zero_stage=engine.zero_optimization_stage(), accumulation=accumulation)
     # One loss for each row, one for all fillers, then the sums that a row loss adds.
     losses = torch.zeros(len(rows) + 1 + NUM_ADDED, dtype=torch.float64, device=device)
@@ -266,7 +263,9 @@ def train_step(
         batch = batch_of(row, mesh, device)
         _seed_generators(mix_int(mix_int(seed) ^ (row.row % 2**64)) >> 1, device)
         with contextlib.nullcontext() if routers is None else routers.counting(batch):
-            found = row_loss(engine, batch, reference(row), preference, loss_tile, z_loss, token_loss)
+            found = row_loss(
+                engine, batch, row, tile=loss_tile, z_loss=z_loss, token_loss=token_loss, objective=objective
+            )
         engine.backward(found.objective_sum * scale)
         if steps == accumulation:
             before_update()
@@ -277,14 +276,14 @@ def train_step(
         losses[-NUM_ADDED:] += found.added
         if not row.is_filler:
             if sources is not None:
-                assert found.losses_N is not None, "pairs are not summed by corpus"
+                assert found.losses_N is not None, "documents are not summed by corpus"
                 sources.add(row, found.losses_N)
             given.append(Given(row.row - rows.start, row.num_supervised, read_back(batch)))
     assert steps == accumulation, f"{steps} micro-batches instead of {accumulation}"
     # If this norm is not finite, ZeRO in DeepSpeed 0.19.8 skips the update without any other report.
     grad_norm = float(engine.get_global_grad_norm())
     checksums, received = received_of(given, len(rows), device)
-    watches = (sources, routers)
+    watches = (sources, routers, objective)
     return _agree(losses, grad_norm, checksums, received, rows, (tokens, weight), flags(), num_direct(), mesh, watches)
 
 
@@ -325,14 +324,13 @@ def evaluate(
     loss_tile: TileSetting = "auto",
     *,
     ends: Sequence[int],
-    preference: Preference | None = None,
-    reference: Callable[[RowSlice], torch.Tensor | None] = lambda row: None,
+    objective: RowObjective | None = None,
 ) -> list[SetLoss]:
     """Return the loss of each set of evaluation rows.
 
     All ranks must call this function, with the same number of slices. The sets are consecutive, and ``ends`` contains
     the row after the last of each. The loss is the unweighted cross-entropy over supervised tokens, without label
-    weights or auxiliary losses, or ``preference`` over pairs; ``reference`` is as in `train_step`.
+    weights or auxiliary losses, or that of ``objective``.
     """
     engine.eval()
     totals = torch.zeros(len(ends), 4, dtype=torch.float64, device=device)
@@ -342,7 +340,7 @@ def evaluate(
                 batch: ShardedBatch = batch_of(replace(row, label_weights=None), mesh, device)
                 # A filler row has neither loss nor tokens, and its number is below all others.
                 of_set = totals[bisect_right(ends, row.row)]
-                found = row_loss(engine, batch, reference(row), preference, loss_tile)
+                found = row_loss(engine, batch, row, tile=loss_tile, objective=objective)
                 of_set[2:] += found.added[2:4]
                 of_set[0] += found.loss_sum.double()
                 of_set[1] += (batch.labels_BL != IGNORE_INDEX).sum()
@@ -351,9 +349,9 @@ def evaluate(
     dist.all_reduce(totals, group=mesh.group("loss"))
     return [
         SetLoss(loss_sum / tokens, int(tokens))
-        if preference is None
-        else SetLoss(loss_sum / num_pairs, int(tokens), int(num_pairs), num_right / num_pairs)
-        for loss_sum, tokens, num_pairs, num_right in totals.tolist()
+        if objective is None
+        else SetLoss(loss_sum / counted, int(tokens), int(counted), num_right / counted)
+        for loss_sum, tokens, counted, num_right in totals.tolist()
     ]
 
 
@@ -367,10 +365,10 @@ def _agree(
     flags: Flags,
     num_direct: int,
     mesh: SequenceMesh,
-    watches: tuple[SourceLosses | None, RouterWatch | None],
+    watches: tuple[SourceLosses | None, RouterWatch | None, RowObjective | None],
 ) -> StepResult:
     tokens, weight = planned
-    sources, routers = watches
+    sources, routers, objective = watches
     # One collective, and one read by the host, for the losses, the corpora's sums and the routers' sums.
     of_sources = losses.new_zeros(0) if sources is None else sources.take()
     sums = torch.cat([losses, of_sources, *([] if routers is None else routers.take())])
@@ -413,7 +411,7 @@ def _agree(
         tokens=tokens,
         digest=digest,
         flags=Flags.from_counts(raised),
-        pairs=PairMetrics.of(added[2:]),
+        of_documents={} if objective is None else objective.metrics(added[2:]),
         sources=() if sources is None else sources.summary(read[num_losses:first_router]),
         routing=() if routers is None else routers.summary(read[first_router:]),
         direct_rows=direct_slices / mesh.sp_size,
@@ -515,13 +513,7 @@ class StepMeter:
             "world_size": float(self._world_size),
         }
         found = {"mfu": utilisation, "z_loss": result.z_loss or None, "router_loss": result.router_loss or None}
-        if result.pairs is not None:
-            found |= {
-                "pair_accuracy": result.pairs.accuracy,
-                "pair_margin": result.pairs.margin,
-                "chosen_reward": result.pairs.chosen_reward,
-                "pair_kl": result.pairs.kl,
-            }
+        found |= result.of_documents
         if result.routing:
             found |= {
                 "router_imbalance": max(one.imbalance for one in result.routing),

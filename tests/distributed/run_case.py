@@ -242,8 +242,8 @@ def _poison(row: int, kind: str) -> None:
         trained[0] = one.row
         return real_batch(one, *arguments)
 
-    def row_loss(engine: Any, batch: Any, **options: Any) -> Any:
-        found = real_loss(engine, batch, **options)
+    def row_loss(*given: Any, **options: Any) -> Any:
+        found = real_loss(*given, **options)
         if trained[0] != row:
             return found
         if kind == "loss":

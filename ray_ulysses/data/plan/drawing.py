@@ -25,7 +25,7 @@ from ray_ulysses.data.plan.rows import Fragments, Int64Array, Pieces
 from ray_ulysses.data.plan.segment import Overlong, PlanSettings
 from ray_ulysses.errors import UserError
 
-SPLIT, TRUNCATE, DROP, ERROR = range(4)
+SPLIT, TRUNCATE, DROP, ERROR, DROP_WHOLE = range(5)
 """Indices into `Overlong`."""
 COUNTERS = ("split", "truncated", "dropped", "lost_tokens", "refused")
 SPLITS, TRUNCATED, DROPPED, LOST, REFUSED = range(5)
@@ -130,8 +130,8 @@ class Drawing:
         """Return the number of fragment tokens that each source contributes to an epoch."""
         length = fragments.length
         has_next = fragments.start + length < self._lengths[fragments.document]
-        is_long = length - 1 + has_next > self._capacity
-        if self._overlong in (TRUNCATE, DROP):
+        is_long = length - 1 + has_next + (self._overlong == DROP_WHOLE) > self._capacity
+        if self._overlong in (TRUNCATE, DROP, DROP_WHOLE):
             length = np.where(is_long, self._capacity if self._overlong == TRUNCATE else 0, length)
         source = np.searchsorted(self._bases, fragments.document, side="right") - 1
         tokens = np.zeros(self._bases.size - 1, dtype=np.int64)
@@ -271,9 +271,9 @@ def _planned_length(length, capacity, overlong):  # type: ignore[no-untyped-def]
     """Return the number of tokens planned for a document. The token after a full row is used only as a label."""
     if length < 2:
         return 0
-    if length <= capacity + 1 or overlong in (SPLIT, ERROR):
+    if length <= capacity + (overlong != DROP_WHOLE) or overlong in (SPLIT, ERROR):
         return length
-    return 0 if overlong == DROP else capacity + 1
+    return capacity + 1 if overlong == TRUNCATE else 0
 
 
 @compiled
@@ -392,13 +392,13 @@ def _draw_block(  # type: ignore[no-untyped-def]
         elif _is_skipped(document, length, taken, key, threshold, want_held):
             place += 1
             continue
-        targets = length - 1 + has_next
+        targets = length - 1 + has_next + (overlong == DROP_WHOLE)
         num_pieces, lost = 1, 0
         if targets > capacity:
             if overlong == ERROR:
                 counters[REFUSED] = document + 1
                 return place, count
-            if overlong == DROP:
+            if overlong in (DROP, DROP_WHOLE):
                 counters[DROPPED] += 1
                 counters[LOST] += length
                 place += 1

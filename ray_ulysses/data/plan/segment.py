@@ -17,7 +17,9 @@ PLANNER_VERSION = 4
 HELD_OUT = "held_out"
 """Name of the evaluation set of held-out documents."""
 Packing = Literal["best_fit", "wide_fit", "concat", "none"]
-Overlong = Literal["split", "truncate", "drop", "error"]
+Overlong = Literal["split", "truncate", "drop", "error", "drop_whole"]
+"""Values of ``data.overlong``, and ``drop_whole`` for an objective that reads every token of a document: like ``drop``,
+but a document that is longer than a row by one token, which would only be a label, is left out as well."""
 RowOrder = Literal["shuffled", "costliest"]
 
 

@@ -261,7 +261,7 @@ def _keeps(newest: Segment, sources: Sequence[PlannedSource], settings: PlanSett
 
 def _tokens_counted(settings: PlanSettings) -> tuple[str, int] | None:
     """Return the settings that limit a document's token count, or None if the full length is counted."""
-    return (settings.overlong, settings.capacity) if settings.overlong in ("truncate", "drop") else None
+    return (settings.overlong, settings.capacity) if settings.overlong in ("truncate", "drop", "drop_whole") else None
 
 
 def _left_out(newest: Segment, local: int, epoch: int, skipped: range) -> range:

@@ -76,7 +76,8 @@ _OTHER: dict[str, dict[str, Any]] = {
     "schedule": {"kind": "linear", "decay_steps": 7, "warmup_steps": 10, "warmup_ratio": 0.1, "horizon_steps": 1000,
                  "min_lr_ratio": 0.0},
     "tracking": {"experiment": "other"},
-    "objective": {"kind": "orpo", "beta": 0.5, "margin": 0.5, "label_smoothing": 0.1, "sft_weight": 1.0},
+    "objective": {"kind": "orpo", "beta": 0.5, "margin": 0.5, "label_smoothing": 0.1, "sft_weight": 1.0,
+                  "classes": ["a", "b"]},
 }  # fmt: skip
 
 
@@ -85,6 +86,7 @@ def test_each_fixed_setting_alone_is_a_conflict(path: str) -> None:
     required = {"schedule.decay_steps": {"schedule__kind": "wsd"}, "model.base_dtype": {"model__adapter": {}}}
     of_pairs = {"data__overlong": "drop", "objective__kind": "simpo"}
     required |= {f"objective.{name}": of_pairs for name in _OTHER["objective"]}
+    required["objective.classes"] = {"data__overlong": "drop", "objective__kind": "classification"}
     kind = required.get(path, {})
     old, changed = parse_config(small_tree(model__path="m", **kind)), small_tree(model__path="m", **kind)
     section, _, name = path.partition(".")

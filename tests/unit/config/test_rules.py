@@ -28,6 +28,7 @@ def test_pretrained_weights_require_a_learning_rate() -> None:
 
 NVME = {"memory__offload_optimizer": "nvme", "memory__nvme_path": "/nvme"}
 SOURCES = {"data__path": None}
+_CLASSES = {"objective__kind": "classification", "data__overlong": "drop"}
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,11 @@ SOURCES = {"data__path": None}
         ({"run__profile": {"steps": [11, 10]}}, "run.profile.steps"),
         ({"run__early_stopping": {"patience": 3}}, "run.eval_every_steps"),
         ({"objective__kind": "simpo"}, "data.overlong"),
+        ({"objective__kind": "classification"}, "data.overlong"),
+        ({"objective__classes": ["a", "b"]}, "objective.classes"),
+        ({**_CLASSES, "objective__classes": ["a"]}, "objective.classes"),
+        ({**_CLASSES, "optimizer__z_loss": 1e-4}, "optimizer.z_loss"),
+        ({**_CLASSES, "model__adapter": {"rank": 2}}, "model.adapter"),
         ({"objective__beta": 0.5}, "objective.beta"),
         ({"objective__kind": "orpo", "data__overlong": "drop", "objective__margin": 0.5}, "objective.margin"),
         ({"objective__kind": "orpo", "data__overlong": "drop", "data__packing": "concat"}, "data.packing"),

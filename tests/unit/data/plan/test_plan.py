@@ -163,12 +163,13 @@ def test_a_segments_totals_count_documents_tokens_and_padding() -> None:
         ("split", [(0, 0, 48), (0, 48, 48), (0, 96, 4), (1, 0, 48), (2, 0, 20)], 0, (1, 0, 0)),
         ("truncate", [(0, 0, 48), (1, 0, 48), (2, 0, 20)], 51, (0, 1, 0)),
         ("drop", [(1, 0, 48), (2, 0, 20)], 100, (0, 0, 1)),
+        ("drop_whole", [(2, 0, 20)], 149, (0, 0, 2)),
     ],
 )
 def test_what_becomes_of_overlong_documents_is_counted(
     overlong: str, pieces: list[tuple[int, int, int]], lost: int, counts: tuple[int, int, int]
 ) -> None:
-    """A document with one token more than a row is not overlong: its last token is only a label."""
+    """A document with one token more than a row is overlong only if its last token is needed as an input."""
     plan = build_plan(np.array([100, 49, 20]), "f", replace(SETTINGS, overlong=overlong))
     totals = plan.newest.totals
     assert sorted(inputs_of(plan, 0)) == pieces
