@@ -72,8 +72,8 @@ def prepare(
 ) -> None:
     """Turn text, source trees, JSONL, Parquet or a `datasets` dataset into token shards. Resumable.
 
-    Reads Megatron-LM, datatrove and MDS datasets too. Each text file is one document, as is each row
-    of JSONL, Parquet or a dataset. The field options select one of five kinds of row:
+    Reads FASTA files and Megatron-LM, datatrove and MDS datasets too. Each text file is one document, as is
+    each record of FASTA and each row of JSONL, Parquet or a dataset. The field options select one of five kinds of row:
 
     \b
     row     options                              what is learned
@@ -82,6 +82,8 @@ def prepare(
     chat    --messages-field [--tools-field]     the assistant's turns
     prompt  --prompt-field --completion-field    the completion
     pair    --chosen-field --rejected-field      both answers
+
+    Sequences need no tokenizer files: ray-ulysses prepare genome.fa.gz --out corpus --tokenizer kmer:6
 
     Documents that can't be read are left out and listed in quarantine.jsonl with the reason.
     """  # noqa: D301 -- click's mark for text that is not to be rewrapped

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ray_ulysses.data.sources.attributes import row_id, row_label, row_weight
+from ray_ulysses.data.sources.fasta import fasta_records
 from ray_ulysses.data.sources.files import changed, left_out, open_parquet, path_text, unreadable
 from ray_ulysses.data.sources.records import (
     LineCounts,
@@ -82,7 +83,8 @@ class RawDocument:
 def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
     """Yield the unit's documents in order, and a `Rejected` for each row that cannot become a document.
 
-    For a JSONL unit, the last value is its `LineCounts`. Line numbers start at 1 in the unit's byte range.
+    For a JSONL or FASTA unit, the last value is its `LineCounts`, of lines or records. Their numbers start at 1 in the
+    unit's byte range.
 
     Raises:
         UserError: A file can't be read in its format.
@@ -92,6 +94,7 @@ def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
         "text": lambda unit: (_text_document(file.path) for file in unit.files),
         "json": _read_json,
         "jsonl": _read_jsonl,
+        "fasta": _read_fasta,
         "parquet": _read_parquet,
         "datasets": _read_dataset,
         "megatron": _read_tool_files,
@@ -240,6 +243,19 @@ def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
             num_filled += 1
             num_broken += isinstance(record, Rejected)
     yield LineCounts(source=path, num_lines=number, num_filled=num_filled, num_broken=num_broken)
+
+
+def _read_fasta(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
+    path, number = unit.files[0].path, 0
+    for number, (name, sequence) in enumerate(fasta_records(path, unit.first, unit.last or math.inf), start=1):
+        if len(sequence) > MOST_BYTES:
+            yield left_out(path, TOO_LARGE, number)
+            continue
+        text = decoded_text(bytes(sequence), path, number, begins_file=False)
+        found = text if isinstance(text, Rejected) else _document({"text": text, "id": name}, unit.fields, path, number)
+        sequence.clear()
+        yield found
+    yield LineCounts(source=path, num_lines=number, num_filled=number, num_broken=0)
 
 
 def _row(record: Mapping[str, Any] | Rejected, path: str, number: int, fields: RowFields) -> RawDocument | Rejected:

@@ -30,8 +30,10 @@ from ray_ulysses.data.sources.rows import MOST_BYTES, Rejected, RowError, json_p
 from ray_ulysses.errors import UserError
 
 PACKED_SUFFIXES = (".gz", ".zst", ".zstd")
-ONLY_JSONL = "only .jsonl.gz and .jsonl.zst are read compressed; decompress it, or convert it to JSON Lines"
-"""Reason for rejecting compressed files in any format other than JSONL."""
+ONLY_JSONL = (
+    "only .jsonl.gz, .jsonl.zst and packed FASTA are read compressed; decompress it, or convert it to JSON Lines"
+)
+"""Reason for rejecting compressed files in any other format."""
 _PACKING_MARKS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 _SKIP_BYTES = 1 << 20
 _READ_BYTES = 1 << 20

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ray_ulysses.data.fingerprint import stable_hash
+from ray_ulysses.data.sources.fasta import FASTA_SUFFIXES
 from ray_ulysses.data.sources.files import (
     DataSetFiles,
     FileListing,
@@ -37,7 +38,7 @@ from ray_ulysses.storage.retry import READ_ERRORS, transient_cause
 from ray_ulysses.validation import parse_json
 
 SourceKind = Literal["auto", "text", "jsonl", "parquet", "datasets"]
-UnitKind = Literal["text", "json", "jsonl", "parquet", "datasets", "megatron", "datatrove", "mds"]
+UnitKind = Literal["text", "json", "jsonl", "parquet", "fasta", "datasets", "megatron", "datatrove", "mds"]
 TOKENIZED = ("megatron", "datatrove", "mds")
 """Kinds of units in other tools' formats, which may be tokenized already."""
 DEFAULT_UNIT_BYTES = 16 << 20
@@ -55,8 +56,9 @@ class SourceSpec:
     """Files, directories, or with ``kind="datasets"`` ``save_to_disk`` directories or Hub ids."""
     kind: SourceKind = "auto"
     """Format of the sources. ``auto`` decides by suffix: ``.parquet``; ``.jsonl`` (also ``.gz`` and ``.zst``);
-    ``.json`` if the file is a list of rows or has one row per line. All other files are text. If a field option is set,
-    text files are rejected and every ``.json`` file is read as rows."""
+    ``.json`` if the file is a list of rows or has one row per line; ``.fa``, ``.fasta``, ``.fna`` and ``.faa`` (also
+    ``.gz`` and ``.zst``). All other files are text. If a field option is set, text and FASTA files are rejected and
+    every ``.json`` file is read as rows."""
     pattern: str = "*"
     """Pattern for a file's path below its source directory; ``*`` also matches ``/``. A pattern other than ``*``
     overrides the ``data_files`` of a Hub dataset's card."""
@@ -72,8 +74,8 @@ class SourceSpec:
 class Unit:
     """A unit of work that becomes one shard: several files, or a range of one file.
 
-    JSONL files are divided into byte ranges, Parquet files into ranges of row groups, and datasets, token files and
-    MDS shards into ranges of rows. Text files, JSON files and compressed files are never divided.
+    JSONL and FASTA files are divided into byte ranges, Parquet files into ranges of row groups, and datasets, token
+    files and MDS shards into ranges of rows. Text files, JSON files and compressed files are never divided.
     """
 
     index: int
@@ -82,7 +84,7 @@ class Unit:
     files: tuple[FileStamp, ...]
     """Files to read, or the directory or Hub id of a dataset. A token file precedes its index and other files."""
     first: int = 0
-    """Start of the range: a byte (JSONL), row group (Parquet), or row (any other kind)."""
+    """Start of the range: a byte (JSONL, FASTA), row group (Parquet), or row (any other kind)."""
     last: int = 0
     """End of the range, exclusive; 0 if files are read completely."""
     num_bytes: int = 0
@@ -156,8 +158,8 @@ def list_units(
                     f"source={path_text(file.path)}: this data file of the dataset's card is neither Parquet, JSON "
                     "Lines nor JSON; set --kind=datasets, which reads other formats, or exclude the file (--exclude)"
                 )
-            if kind == "text" and fields.are_named:
-                if file.path.lower().endswith(_COMPRESSED_SUFFIXES):
+            if kind in ("text", "fasta") and fields.are_named:
+                if kind == "text" and file.path.lower().endswith(_COMPRESSED_SUFFIXES):
                     reason = ONLY_JSONL
                 elif named:
                     reason = f"a text file, but {named[0]} requires rows"
@@ -166,8 +168,8 @@ def list_units(
                 texts.append(left_out(file.path, reason))
             else:
                 split = splits.get(file.path)
-                groups[kind, RowFields() if kind == "text" else fields, split].append(file)
-    for kind in ("text", "json", "jsonl", "parquet"):
+                groups[kind, RowFields() if kind in ("text", "fasta") else fields, split].append(file)
+    for kind in ("text", "json", "jsonl", "parquet", "fasta"):
         for (of_group, fields, split), files in groups.items():
             if of_group == kind:
                 units.extend(replace(unit, split=split) for unit in _units_of(of_group, files, fields, unit_bytes))
@@ -284,6 +286,8 @@ def _kind_of(path: str, kind: SourceKind) -> UnitKind:
         return "parquet"
     if name.endswith(_JSONL_SUFFIXES):
         return "jsonl"
+    if name.endswith(FASTA_SUFFIXES):
+        return "fasta"
     return "json" if name.endswith(".json") else "text"
 
 
