@@ -141,7 +141,8 @@ def evaluate(prepared: Prepared, mesh: SequenceMesh, device: torch.device, say: 
     request, source = prepared.request, prepared.source
     say(f"loading {request.model}" + ("" if source.step is None else f", step {source.step:,}"))
     model = source.load(mesh, device)
-    preference, by_position, gain, cells = None, None, None, ()
+    preference, by_position, gain = None, None, None
+    cells: tuple[RetrievalCell, ...] = ()
     if prepared.held.are_pairs:
         preference = measure_pairs(prepared, model, mesh, device, say)
     else:

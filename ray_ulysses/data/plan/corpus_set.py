@@ -9,14 +9,12 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.corpus.format import ordered_classes
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.data.tokenize.spans import LabelSpans
 from ray_ulysses.errors import UserError
@@ -44,8 +42,6 @@ class PlannedSource:
     """Whether any token has a loss weight other than 1."""
     are_pairs: bool = False
     """Whether each document is a pair of answers."""
-    classes: tuple[str, ...] = ()
-    """Names of the documents' classes; empty if the documents have no classes."""
 
     @property
     def is_used(self) -> bool:
@@ -151,24 +147,6 @@ class CorpusSet:
         corpus, local = self.locate(document)
         return corpus.label_weights(local, first, last)
 
-    @cached_property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes of all corpora, in the order of a model's outputs; empty if no documents have classes.
-
-        Corpora may have different classes. A name means the same class in all of them.
-        """
-        return ordered_classes(name for source in self.sources for name in source.classes)
-
-    def label(self, document: int) -> int | None:
-        """Return the index of a document's class in ``classes``, or None if its corpus has no classes.
-
-        Raises:
-            UserError: The corpus can't be read, or has been replaced since planning.
-        """
-        corpus, local = self.locate(document)
-        names = corpus.info.classes
-        return self.classes.index(names[corpus.labels[local]]) if names else None
-
     def documents_of(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """Return the parts of a row that attend to themselves alone: its pieces, or both answers of each pair."""
         if not any(source.are_pairs for source in self.sources):
@@ -243,7 +221,6 @@ def _planned(path: str, corpus: Corpus, weight: float | None) -> PlannedSource:
         end_tokens=corpus.info.end_tokens,
         has_weights=corpus.has_weights,
         are_pairs=corpus.info.are_pairs,
-        classes=corpus.info.classes,
     )
 
 

@@ -11,9 +11,6 @@ import pytest
 
 from ray_ulysses.commands.prepare import _result, corpus_facts
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
-from ray_ulysses.data.plan.plan_files import load_plan, write_segment
-from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
@@ -98,20 +95,6 @@ def test_a_class_belongs_to_the_content_of_a_corpus(tmp_path: Path) -> None:
     damaged = Corpus(first.folder, replace(first.info, labels_crc32=1))
     with pytest.raises(UserError, match="the classes of the documents do not match"):
         _ = damaged.labels
-
-
-def test_classes_of_several_corpora_have_one_order(tmp_path: Path) -> None:
-    first, second = labeled(tmp_path / "first", ["b", "c"]), labeled(tmp_path / "second", ["a", "b", "d", "b"])
-    plain = prepare_rows(tmp_path / "plain", [{"text": "unlabeled"}], text_field="text")
-    corpora = open_sources([(str(one.path), None) for one in (first, second, plain)])
-    assert corpora.classes == ("a", "b", "c", "d")
-    found = [corpora.label(document) for document in range(7)]
-    assert [None if one is None else corpora.classes[one] for one in found] == ["b", "c", "a", "b", "d", "b", None]
-    settings = PlanSettings(seed=1, context_tokens=24, pad_multiple=8, rows_per_step=1)
-    write_segment(tmp_path / "plan", 0, plan_input(corpora), settings)
-    planned = load_plan(tmp_path / "plan").newest.sources
-    # No corpus is opened.
-    assert CorpusSet([replace(one, path="/nowhere") for one in planned]).classes == corpora.classes
 
 
 def test_fields_and_files_that_have_no_class_are_refused(tmp_path: Path) -> None:
