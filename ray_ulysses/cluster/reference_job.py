@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 
-from ray_ulysses.cluster.session import cluster_nodes, ray_session
-from ray_ulysses.cluster.worker_environment import passed_on
+from ray_ulysses.cluster.session import cluster_nodes
 from ray_ulysses.errors import RunError, UlyssesError, UserError
 from ray_ulysses.evaluation.reference import compute_parts
 from ray_ulysses.logging import configure_logging, quiet_libraries
@@ -25,35 +23,34 @@ if TYPE_CHECKING:
 _LOOK_EVERY_S = 5.0
 
 
-def run_reference(
-    prepared: PreparedReference, address: str | None, sp_size: int | None, say: Callable[[str], object]
-) -> None:
-    """Compute and commit the values that are not stored yet, on the cluster at hand or a local Ray.
+def run_reference(prepared: PreparedReference, sp_size: int | None, say: Callable[[str], object]) -> None:
+    """Compute and commit the values that are not stored yet, on the connected Ray cluster.
 
     Stored parts are kept, so a stopped command continues when it is repeated.
+
+    Args:
+        prepared: The computation.
+        sp_size: Number of processes that share each row; see `group_size`.
+        say: Called with the progress.
 
     Raises:
         UserError: No node has ``sp_size`` GPUs, or see `compute_parts`.
         RunError: A task failed, or the corpus's folder can't be written.
     """
-    from ray_ulysses.cluster.address import cluster_address
-
-    environment = passed_on(os.environ, embedded=cluster_address(address) is None)
-    with ray_session(address, cpus=sp_size or 1, environment=environment):
-        size, num_groups, is_gpu = group_size(cluster_nodes(), sp_size)
-        missing = prepared.missing()
-        # A group takes every n-th part, because the model is loaded once in each group.
-        shares = [missing[place::num_groups] for place in range(min(num_groups, len(missing)))]
-        each = {"num_gpus": size, "num_cpus": 1} if is_gpu else {"num_cpus": size}
-        # Ray repeats a task whose node is lost; the parts that it has stored are not computed again.
-        compute = ray.remote(_compute).options(**each, max_retries=-1)
-        running = [compute.remote(prepared.request, prepared.reference, share, size) for share in shares]
-        while running:
-            done, running = ray.wait(running, timeout=_LOOK_EVERY_S)
-            for answer in done:
-                _raise(answer)
-            stored = len(prepared.parts) - len(prepared.missing())
-            say(f"computing on {len(shares)} x {size} processes: {stored} of {len(prepared.parts)} parts are stored")
+    size, num_groups, is_gpu = group_size(cluster_nodes(), sp_size)
+    missing = prepared.missing()
+    # A group takes every n-th part, because the model is loaded once in each group.
+    shares = [missing[place::num_groups] for place in range(min(num_groups, len(missing)))]
+    each = {"num_gpus": size, "num_cpus": 1} if is_gpu else {"num_cpus": size}
+    # Ray repeats a task whose node is lost; the parts that it has stored are not computed again.
+    compute = ray.remote(_compute).options(**each, max_retries=-1)
+    running = [compute.remote(prepared.request, prepared.reference, share, size) for share in shares]
+    while running:
+        done, running = ray.wait(running, timeout=_LOOK_EVERY_S)
+        for answer in done:
+            _raise(answer)
+        stored = len(prepared.parts) - len(prepared.missing())
+        say(f"computing on {len(shares)} x {size} processes: {stored} of {len(prepared.parts)} parts are stored")
     prepared.commit()
 
 

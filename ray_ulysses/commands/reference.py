@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -42,7 +43,10 @@ def reference(
     with Waiting("loading libraries", is_quiet=quiet) as wait:
         # A missing corpus is reported before torch and Ray are imported.
         Corpus.open(str(place))
+        from ray_ulysses.cluster.address import cluster_address
         from ray_ulysses.cluster.reference_job import run_reference
+        from ray_ulysses.cluster.session import ray_session
+        from ray_ulysses.cluster.worker_environment import passed_on
         from ray_ulysses.evaluation.reference import ReferenceRequest, prepare_reference
 
         directory = expand_home(model)
@@ -54,7 +58,9 @@ def reference(
         was_complete = prepared.is_complete
         if not was_complete:
             wait.phase("starting Ray, or connecting to it")
-            run_reference(prepared, address, sp_size, wait.phase)
+            environment = passed_on(os.environ, embedded=cluster_address(address) is None)
+            with ray_session(address, cpus=sp_size or 1, environment=environment):
+                run_reference(prepared, sp_size, wait.phase)
     head = f"{corpus}: {'already has' if was_complete else 'has'} the log-probabilities of its pairs under {model}"
     found = [("pairs", f"{prepared.corpus.num_documents:,}"), ("stored", f"{prepared.reference.folder}, {dtype}")]
     put(as_text([head, *facts(found)]))

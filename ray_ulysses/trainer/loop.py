@@ -175,7 +175,7 @@ def _run(
         engine.train()
         reader, evaluation_reader = open_rows(config, stage.plan)
         position = resume(engine, start, whole, recorder)
-        references = open_references(context, evaluation_reader.sources)
+        references = open_references(config, worker, context.messenger, evaluation_reader.sources)
         attempt = _Attempt(
             context=context,
             mesh=mesh,

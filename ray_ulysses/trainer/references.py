@@ -17,12 +17,13 @@ from ray_ulysses.run.reference import reference_command, reference_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ray_ulysses.checkpoint.messenger import RankMessenger
     from ray_ulysses.config import Config
     from ray_ulysses.data.corpus.corpus import Corpus
     from ray_ulysses.data.corpus.reference import ReferenceValues
     from ray_ulysses.data.plan.corpus_set import PlannedSource
     from ray_ulysses.data.plan.rows import Piece
-    from ray_ulysses.trainer.context import AttemptContext
+    from ray_ulysses.trainer.worker import Worker
 
 
 class PairReferences:
@@ -57,16 +58,15 @@ class PairReferences:
         return self._opened[corpus.fingerprint]
 
 
-def open_references(context: AttemptContext, sources: Sequence[PlannedSource]) -> PairReferences | None:
+def open_references(
+    config: Config, worker: Worker, messenger: RankMessenger, sources: Sequence[PlannedSource]
+) -> PairReferences | None:
     """Return the reader of a run's reference model, if it has one. All ranks must call this function.
 
-    Args:
-        context: The attempt.
-        sources: The corpora, in the order in which a plan numbers their documents.
+    ``sources`` are the corpora, in the order in which a plan numbers their documents.
     """
-    config = context.run.config
     if not config.objective.needs_reference:
         return None
     # One rank identifies the model, because a repository on the hub may change meanwhile.
-    digest = context.messenger.broadcast(model_digest(str(config.model.path)) if context.rank == 0 else None)
-    return PairReferences(config, sources, digest, context.worker.device)
+    digest = messenger.broadcast(model_digest(str(config.model.path)) if worker.rank == 0 else None)
+    return PairReferences(config, sources, digest, worker.device)

@@ -59,10 +59,7 @@ def row_loss(
     token_loss: TokenLoss | None = None,
     objective: RowObjective | None = None,
 ) -> RowLoss:
-    """Run the forward pass, and return the loss of a slice. All ranks of ``sp`` must call this function.
-
-    ``reference_D`` has the log-probability of each document under the reference model, fp64, if there is one.
-    """
+    """Run the forward pass, and return the loss of a slice. All ranks of ``sp`` must call this function."""
     added = torch.zeros(NUM_ADDED, dtype=torch.float64, device=batch.labels_BL.device)
     if objective is None:
         found = training_loss(engine, batch, tile=tile, z_loss=z_loss, token_loss=token_loss)
