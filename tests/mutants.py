@@ -112,6 +112,62 @@ TAKES_OVER = "test_from_any_step_on_and_after_any_number_of_rows_read_directly_t
 MUTANTS = (
     Mutant(
         1,
+        "bidirectional attention keeps the causal mask",
+        "attention/ring.py:_call",
+        "layer.causal and block.spans is not None",
+        "block.spans is not None",
+        "unit/attention/test_encoders.py::test_packed_documents_have_the_logits_of_each_alone_and_do_not_depend_on_their_neighbours[roberta]",
+    ),
+    Mutant(
+        1,
+        "bidirectional windows have only their earlier side",
+        "attention/ring.py:_own",
+        "None if layer.causal else left",
+        "None",
+        "unit/attention/test_encoders.py::test_packed_documents_have_the_logits_of_each_alone_and_do_not_depend_on_their_neighbours[modernbert]",
+    ),
+    Mutant(
+        1,
+        "documents of an encoder see one another",
+        "attention/ring.py:_own",
+        "return _Tokens(slice(None), slice(None), left, None if layer.causal else left, layer.spans)",
+        "return _Tokens(slice(None), slice(None), left, None if layer.causal else left, None)",
+        "unit/attention/test_encoders.py::test_packed_documents_have_the_logits_of_each_alone_and_do_not_depend_on_their_neighbours[roberta]",
+    ),
+    Mutant(
+        1,
+        "a ring drops the later keys of bidirectional attention",
+        "attention/ring.py:_blocks",
+        "rectangle.step == step and not (layer.causal and rectangle.distance < 0)",
+        "rectangle.step == step and rectangle.distance >= 0",
+        "unit/attention/test_documents.py::test_the_kernel_calls_of_a_ring_see_each_visible_pair_once",
+    ),
+    Mutant(
+        1,
+        "a window over a ring reaches one later key too far",
+        "attention/ring.py:_trimmed",
+        "right = num_queries - num_keys + (distance + skipped) + window - 1",
+        "right = num_queries - num_keys + (distance + skipped) + window",
+        "unit/attention/test_documents.py::test_the_kernel_calls_of_a_ring_see_each_visible_pair_once",
+    ),
+    Mutant(
+        1,
+        "RoBERTa's positions start at 0",
+        "attention/ulysses.py:apply_ulysses",
+        "kwargs['position_ids'] = batch.position_ids_BL + first_position",
+        "pass",
+        "unit/attention/test_encoders.py::test_packed_documents_have_the_logits_of_each_alone_and_do_not_depend_on_their_neighbours[roberta]",
+    ),
+    Mutant(
+        1,
+        "labels of masked tokens are shifted",
+        "attention/batch.py:shard_batch",
+        "1 if shift_labels else 0",
+        "1",
+        "unit/attention/test_batch.py::test_an_unshifted_label_stays_at_its_token_and_padding_has_none[3]",
+    ),
+    Mutant(
+        1,
         "optimizer.eps is ignored",
         "run/settings.py:zero_settings",
         "config.optimizer.eps",
@@ -351,8 +407,11 @@ dist.all_to_all_single(sent, received, sent_sizes, sizes, group=view.process_gro
         1,
         "the last token of a document predicts the next document",
         "attention/batch.py:_inside_documents",
-        "shifted_BS[row, start:end - 1] = labels_BS[row, start + 1:end]",
-        "shifted_BS[row, start:end][:num_tokens - start - 1] = labels_BS[row, start + 1:end + 1]",
+        "shifted_BS[row, start:end - shift] = labels_BS[row, start + shift:end]",
+        """
+last = min(end, labels_BS.shape[1] - shift)
+shifted_BS[row, start:last] = labels_BS[row, start + shift:last + shift]
+""",
         "unit/attention/test_batch.py::test_a_label_is_the_next_token_of_the_same_document_even_across_a_shard_border",
     ),
     Mutant(

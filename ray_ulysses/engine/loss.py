@@ -68,7 +68,8 @@ def causal_lm_loss(
     """Run the forward pass and return this rank's summed loss and number of supervised tokens.
 
     The loss is `training_loss` without a z-loss: the cross-entropy, plus the router loss if the model's configuration
-    sets ``output_router_logits``. All ranks of ``sp`` must call this function.
+    sets ``output_router_logits``. If the batch's labels are not shifted, it is the loss of a masked language model. All
+    ranks of ``sp`` must call this function.
 
     Returns:
         ``loss_sum``: fp32 scalar in nats, differentiable once. ``num_tokens``: int64 scalar.

@@ -47,6 +47,7 @@ class AttentionSettings:
     kernel: KernelName = "auto"
     windows: tuple[int | None, ...] = (None,)
     """Sliding window of each kind of layer, in tokens; None for full attention."""
+    causal: bool = True
     softcap: float | None = None
     has_sinks: bool = False
     head_groups: int = 1
@@ -72,6 +73,7 @@ class AttentionSettings:
                 value_size=self.value_size,
                 has_window=window is not None,
                 has_softcap=self.softcap is not None,
+                is_causal=self.causal,
             )
             names.append(choose_kernel(self.kernel, demand)[0].name)
         return tuple(dict.fromkeys(names))
@@ -112,7 +114,7 @@ def measure_attention(
     # [B, L, H, D] -> [B, H, L, D], as a model passes them.
     query, key, value = (tensor.transpose(1, 2) for tensor in local)
     layer = nn.Identity()
-    set_window(layer, window)
+    set_window(layer, window, causal=settings.causal)
     out_BLHE, _ = ulysses_attention(layer, query, key, value, None, softcap=settings.softcap, s_aux=sinks_H, **inputs)
     out_BLHE.backward(held_tokens(upstream_BSHE, mesh))
     pairs = {"the output": (out_BLHE.detach(), wanted_out)}
@@ -168,7 +170,8 @@ def _by_definition(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the output and gradients in fp64, computed for one KV head at a time to save memory."""
     num_tokens, group = upstream_BSHE.shape[1], settings.num_heads // settings.num_kv_heads
-    visible = visible_tokens(document_lengths(num_tokens), num_tokens, window, upstream_BSHE.device)
+    lengths, device = document_lengths(num_tokens), upstream_BSHE.device
+    visible = visible_tokens(lengths, num_tokens, window, device, causal=settings.causal)
     leaves = [tensor[0].double() for tensor in whole] + ([] if sinks_H is None else [sinks_H.double()])
     outs, grads = [], []
     for kv in range(settings.num_kv_heads):

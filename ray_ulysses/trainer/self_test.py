@@ -108,6 +108,7 @@ def attention_settings(config: Config, shape: ModelShape, text_config: Any) -> A
         dtype=torch_dtype(config.model.dtype),
         kernel=config.model.attention,
         windows=layer_windows(text_config),
+        causal=config.objective.task != "masked_lm",
         softcap=None if softcap is None else float(softcap),
         has_sinks=text_config.model_type == "gpt_oss",
         head_groups=config.memory.attention_head_groups,

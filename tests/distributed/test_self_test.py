@@ -79,6 +79,7 @@ CASES: dict[str, tuple[int, int, int, AttentionSettings, ZeroSettings]] = {
     "sp2-bf16": (2, 2, 1, attention_settings(torch.bfloat16), zero_settings(dtype="bf16", accumulation=6)),
     "sp2-dp2": (4, 2, 1, attention_settings(num_heads=6, num_kv_heads=3), zero_settings(accumulation=3)),
     "sp4-ring2": (4, 4, 2, attention_settings(), zero_settings()),
+    "ring2-bidirectional": (2, 2, 2, attention_settings(windows=(None, 10), causal=False), zero_settings(stage=1)),
 }  # fmt: skip
 
 
