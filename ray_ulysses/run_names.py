@@ -11,6 +11,7 @@ in the run's directory                                 content
 ``journal/attempt-0003.jsonl/00000007.jsonl``          in an object store: a segment of the journal file
 ``tracking.json``                                      the MLflow run
 ``trackers/mlflow.json``                               position up to which MLflow has received the journal
+``masking.json``                                       how tokens are masked, for a masked language model
 ``resumed-from.json``                                  the other run's checkpoint from which the run started
 ``identity``                                           random ID of the directory, which survives a move
 ``session``, ``probe-ID/``, ``refused/SESSION``        messages between a command and its workers
@@ -49,6 +50,7 @@ JOURNAL_FOLDER = "journal"
 TRACKING_FILE = "tracking.json"
 CURSOR_FOLDER = "trackers"
 TENSORBOARD_FOLDER = "tensorboard-events"
+MASKING_FILE = "masking.json"
 ORIGIN_FILE = "resumed-from.json"
 IDENTITY_FILE = "identity"
 SESSION_FILE = "session"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,18 +14,19 @@ document."""
 
 
 class ObjectiveSection(Section):
-    """The loss: the cross-entropy of the next token, or a loss of pairs of answers.
+    """The loss: the cross-entropy of the next token, of masked tokens or of classes, or a loss of pairs of answers.
 
-    Pairs come from corpora that `prepare --chosen-field --rejected-field` has written.
+    Pairs come from corpora written by `prepare --chosen-field --rejected-field`, and classes from `--label-field`.
     """
 
     on_resume: ClassVar[OnResume] = fixed("a change would alter the loss curve")
 
-    kind: Literal["next_token", "classification", "dpo", "ipo", "orpo", "simpo"] = "next_token"
-    """`next_token`: cross-entropy of the next token. `classification`: cross-entropy of each document's class. `dpo`
-    and `ipo`: losses of pairs relative to a reference model, the model in `model.path`; `ray-ulysses reference`
-    computes its log-probabilities first. `orpo` and `simpo`: losses of pairs that need no reference model. All but
-    `dpo` divide log-probabilities by an answer's number of tokens. Default `next_token`."""
+    kind: Literal["next_token", "mlm", "classification", "dpo", "ipo", "orpo", "simpo"] = "next_token"
+    """`next_token`: cross-entropy of the next token. `mlm`: cross-entropy of masked tokens, for encoders.
+    `classification`: cross-entropy of each document's class. `dpo` and `ipo`: losses of pairs relative to a reference
+    model, the model in `model.path`; `ray-ulysses reference` computes its log-probabilities first. `orpo` and `simpo`:
+    losses of pairs that need no reference model. All but `dpo` divide log-probabilities by the number of tokens of an
+    answer. Default `next_token`."""
 
     beta: float = Field(default=0.1, gt=0)
     """For `orpo`, weight of the odds of both answers; otherwise, scale of the rewards, which is often 2 to 10 with
@@ -43,17 +44,27 @@ class ObjectiveSection(Section):
     classes: tuple[str, ...] = Field(default=(), strict=False)
     """For `classification`, names of the classes in the order of the model's outputs. Default: those of the corpora."""
 
+    mask_fraction: float = Field(default=0.15, gt=0, lt=1)
+    """For `mlm`, expected fraction of tokens that are predicted. Default 0.15; 0.3 is common for new encoders."""
+
+    mask_unit: Literal["token", "word", "span"] = "token"
+    """For `mlm`, what is masked: single tokens, whole words, or spans of several words. Default `token`."""
+
+    mask_replacement: Literal["bert", "mask"] = "bert"
+    """For `mlm`, what takes the place of predicted tokens: `bert` puts the mask token in 80% of the places, a random
+    token in 10%, and leaves 10% unchanged; `mask` puts the mask token everywhere. Default `bert`."""
+
     @property
     def task(self) -> Task:
         """What the model predicts."""
-        return "sequence_classification" if self.kind == "classification" else "causal_lm"
+        return _TASKS.get(self.kind, "causal_lm")
 
     @property
     def counts(self) -> Literal["tokens", "documents", "pairs"]:
         """What the loss is a mean over."""
         if self.kind == "classification":
             return "documents"
-        return "tokens" if self.kind == "next_token" else "pairs"
+        return "tokens" if self.kind in ("next_token", "mlm") else "pairs"
 
     @property
     def needs_whole_documents(self) -> bool:
@@ -69,3 +80,29 @@ class ObjectiveSection(Section):
     def needs_reference(self) -> bool:
         """Whether the loss depends on log-probabilities under a reference model."""
         return self.kind in ("dpo", "ipo")
+
+    def own_settings(self) -> dict[str, Any]:
+        """Return the kind of the loss and the settings that the kind has."""
+        return {name: getattr(self, name) for name in ("kind", *_SETTINGS[self.kind])}
+
+    def foreign_settings(self) -> list[str]:
+        """Return the settings that were changed from their defaults although they are of another kind."""
+        own = self.own_settings()
+        return [
+            name
+            for name, field in type(self).model_fields.items()
+            if name not in own and getattr(self, name) != field.default
+        ]
+
+
+_TASKS: dict[str, Task] = {"mlm": "masked_lm", "classification": "sequence_classification"}
+_SETTINGS = {
+    "next_token": (),
+    "mlm": ("mask_fraction", "mask_unit", "mask_replacement"),
+    "classification": ("classes",),
+    "dpo": ("beta", "label_smoothing", "sft_weight"),
+    "ipo": ("beta", "sft_weight"),
+    "orpo": ("beta", "sft_weight"),
+    "simpo": ("beta", "margin", "label_smoothing", "sft_weight"),
+}
+"""Settings of each kind of loss."""

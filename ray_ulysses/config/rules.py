@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import cast
 
 from ray_ulysses.config.model import AdapterSection, RopeSection
-from ray_ulysses.config.objective import ObjectiveSection
 from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
 from ray_ulysses.config.running import mlflow_is_on
 from ray_ulysses.config.schema import Config, problem_of, zero_stage
@@ -16,13 +15,6 @@ from ray_ulysses.config.stages import divisors, in_stage, stage_config, stage_co
 from ray_ulysses.errors import Problem, UserError
 from ray_ulysses.model_shape import ModelShape
 
-_DEFAULT_OBJECTIVE = ObjectiveSection()
-_PAIR_SETTINGS = ("beta", "margin", "label_smoothing", "sft_weight")
-_OBJECTIVE_SETTINGS = (*_PAIR_SETTINGS, "classes")
-_SETTINGS_OF = {
-    "next_token": (), "classification": ("classes",), "dpo": ("beta", "label_smoothing", "sft_weight"),
-    "ipo": ("beta", "sft_weight"), "orpo": ("beta", "sft_weight"), "simpo": _PAIR_SETTINGS,
-}  # fmt: skip
 NO_CORPUS = "no corpus is specified"
 """The rule that only `plan` may break."""
 
@@ -367,12 +359,18 @@ def _early_stopping_has_losses(config: Config) -> Iterator[Problem]:
         yield problem_of(config, "run.early_stopping", rule, "remove it or the stages")
 
 
+def _objective_fits(config: Config) -> Iterator[Problem]:
+    kind = config.objective.kind
+    for name in config.objective.foreign_settings():
+        rule = f"is not a setting of objective.kind={kind}"
+        yield problem_of(config, f"objective.{name}", rule, "remove it, or set another kind")
+    if config.objective.task != "causal_lm" and config.run.sample_every_steps is not None:
+        rule = f"continues texts, for which a model trained with objective.kind={kind} is not made"
+        yield problem_of(config, "run.sample_every_steps", rule, "remove it")
+
+
 def _documents_stay_whole(config: Config) -> Iterator[Problem]:
     kind = config.objective.kind
-    for name in _OBJECTIVE_SETTINGS:
-        if name not in _SETTINGS_OF[kind] and getattr(config.objective, name) != getattr(_DEFAULT_OBJECTIVE, name):
-            rule = f"is not a setting of objective.kind={kind}"
-            yield problem_of(config, f"objective.{name}", rule, "remove it, or set another kind")
     unit = {"pairs": "pairs of answers", "documents": "documents"}.get(config.objective.counts)
     if unit is None:
         return
@@ -444,6 +442,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _warmup_ends_before_the_horizon,
     _evaluation_has_documents,
     _early_stopping_has_losses,
+    _objective_fits,
     _documents_stay_whole,
     _best_has_a_metric,
     _nvme_has_a_place,

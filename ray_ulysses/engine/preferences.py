@@ -10,7 +10,7 @@ Legend: P pairs, D = 2 P documents, N tokens of this rank's slice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -106,9 +106,7 @@ class Preference:
 
 def preference_of(config: Config) -> Preference | None:
     """Return the run's loss of pairs, or None if it trains on the next token."""
-    if not config.objective.uses_pairs:
-        return None
-    return Preference(**config.objective.model_dump(include={one.name for one in fields(Preference)}))
+    return Preference(**config.objective.own_settings()) if config.objective.uses_pairs else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.clock import SystemClock
+from ray_ulysses.data.read.masking import Masking, masking_with
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.held_out import HeldOut, find_tokenizer, held_out_documents, refuse_other_tokens
 from ray_ulysses.evaluation.held_out_loss import SPAN_TOKENS, context_gain, pair_preference, position_loss
@@ -22,6 +23,7 @@ from ray_ulysses.evaluation.report import (
     RetrievalCell,
 )
 from ray_ulysses.evaluation.scoring import Passage, PassageScores, Score, score_passages
+from ray_ulysses.run.masks import read_masking
 from ray_ulysses.run.settings import versions
 
 if TYPE_CHECKING:
@@ -67,13 +69,16 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
             f"--data: the documents contain token {largest}, but the model has only {source.vocab_size} tokens; "
             "prepare them with the model's own tokenizer"
         )
+    held = replace(held, masking=_masking(request, source, held))
     lengths = request.lengths or default_lengths(source.context_tokens)
     notes = [f"the losses are measured on training text ({held.words}); give held-out documents with --data"] * (
         held.is_training_text and "loss" in request.tasks
     )
     contexts: tuple[int, ...] = ()
-    if held.are_pairs and "retrieval" in request.tasks:
-        reason = f"retrieval needs texts, but {held.words} are pairs of answers"
+    reason = f"retrieval needs texts, but {held.words} are pairs of answers" if held.are_pairs else ""
+    if held.masking is not None:
+        reason = "retrieval needs a model that predicts the next token, and this one predicts masked tokens"
+    if reason and "retrieval" in request.tasks:
         if request.tasks == ("retrieval",):
             raise UserError(f"--task=retrieval: {reason}; use --task loss")
         notes.append(f"{reason}, so it was not tested")
@@ -84,7 +89,7 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
     model_dir = request.model_dir
     if model_dir is not None and request.tokenizer is None:
         refuse_other_tokens(held, model_dir)
-    if "retrieval" in request.tasks and not held.are_pairs:
+    if "retrieval" in request.tasks and not reason:
         haystack = Haystack(held, find_tokenizer(held, request.tokenizer, model_dir), source.vocab_size)
         # Raises if a row is too short for its questions or contains unknown tokens. Try the longest kind first.
         for kind in sorted(KINDS, key=lambda one: one != "several_keys"):
@@ -107,6 +112,23 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
         contexts=contexts,
         lengths=lengths,
         notes=tuple(notes),
+    )
+
+
+def _masking(request: EvaluationRequest, source: ModelSource, held: HeldOut) -> Masking | None:
+    if source.config.objective.task != "masked_lm":
+        return None
+    if held.are_pairs:
+        raise UserError(f"--data: {held.words} are pairs of answers, but the model predicts masked tokens")
+    if request.run_dir is not None:
+        return read_masking(request.run_dir)
+    objective, tokenizer = source.config.objective, find_tokenizer(held, request.tokenizer, request.model_dir)
+    return masking_with(
+        tokenizer,
+        seed=request.seed,
+        fraction=objective.mask_fraction,
+        unit=objective.mask_unit,
+        replace=objective.mask_replacement,
     )
 
 

@@ -185,6 +185,8 @@ def generate(request: GenerateRequest, say: Callable[[str], None]) -> Generation
     source = find_model(
         request.model, is_run=request.is_run, step=request.step, dtype=request.dtype, trust_run=request.trust_run
     )
+    if source.config.objective.task != "causal_lm":
+        raise UserError(f"{request.model}: is not a model that predicts the next token, so it can't generate text")
     files = _tokenizer_files(request)
     files.refuse_unknown_tokens(source.vocab_size)
     hf_config = described_config(source.config, _tied(source))

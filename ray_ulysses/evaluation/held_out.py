@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource, open_sources
+from ray_ulysses.data.read.masking import Masking, document_key
 from ray_ulysses.data.tokenize.tokenizers import Tokenizer, load_tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.scoring import Passage
@@ -36,6 +37,8 @@ class HeldOut:
     """Whether the model was trained on the documents. If so, the losses say nothing about new text."""
     are_pairs: bool = False
     """Whether each document is a pair of texts, the second one with the answer that should be less probable."""
+    masking: Masking | None = None
+    """How tokens are masked, if the model is a masked language model."""
 
     def read(self, place: int, start: int, length: int) -> NDArray[np.int64]:
         """Read ``length`` tokens (int64) of the document at an index of ``numbers``, from token ``start`` on."""
@@ -43,12 +46,15 @@ class HeldOut:
 
     def passage(self, place: int, start: int, length: int, first_scored: int = 1) -> Passage:
         """Read a part of a document as a passage. Tokens are scored from index ``first_scored`` on."""
-        is_scored = np.arange(length) >= first_scored
+        tokens, is_scored = self.read(place, start, length), np.arange(length) >= first_scored
         weights = self.corpora.label_weights(int(self.numbers[place]), start, start + length)
-        return Passage(
-            tokens=self.read(place, start, length),
-            is_scored=is_scored if weights is None else is_scored & (weights > 0),
-        )
+        may_predict = np.ones(length, dtype=np.bool_) if weights is None else weights > 0
+        if self.masking is None:
+            return Passage(tokens=tokens, is_scored=is_scored & may_predict)
+        corpus, local = self.corpora.locate(int(self.numbers[place]))
+        key = document_key(corpus.fingerprint, local)
+        masked, is_predicted = self.masking.apply(tokens, document=key, first=start, may_predict=may_predict)
+        return Passage(tokens=tokens, is_scored=is_scored & is_predicted, masked_tokens=masked)
 
     def pair(self, place: int) -> tuple[Passage, Passage]:
         """Read the texts with the chosen and the rejected answer of the pair at an index of ``numbers``."""

@@ -32,12 +32,13 @@ def position_loss(held: HeldOut, score: Score, *, longest: int, max_tokens: int,
     Reads at most ``longest`` tokens per document, and stops after the document that reaches ``max_tokens``.
     """
     places = choose_documents(held.lengths, longest=longest, max_tokens=max_tokens, seed=seed)
-    passages = [held.passage(place, 0, int(min(held.lengths[place], longest))) for place in places]
+    first = 1 if held.masking is None else 0
+    passages = [held.passage(place, 0, int(min(held.lengths[place], longest)), first) for place in places]
     tokens, sums = np.zeros(64, dtype=np.int64), np.zeros(64)
     for passage, scores in zip(passages, score(iter(passages)), strict=True):
         positions = np.flatnonzero(passage.is_scored)
-        # Position p is in bin floor(log2(p)). frexp is exact for every integer that float64 represents.
-        number = np.frexp(positions.astype(np.float64))[1] - 1
+        # Position p is in bin floor(log2(p)), and 0 in the first. frexp is exact for all integers of float64.
+        number = np.frexp(np.maximum(positions, 1).astype(np.float64))[1] - 1
         tokens += np.bincount(number, minlength=64)
         sums += np.bincount(number, weights=scores.losses[positions], minlength=64)
     if not tokens.any():

@@ -174,9 +174,15 @@ def directory_config(path: Path | str, dtype: DType) -> Config:
         "data": {"path": str(path), "context_tokens": 1024, "rows_per_step": 1},
         "optimizer": {"lr": 1e-5},  # required with pretrained weights, and not used
         "memory": {"gradient_checkpointing": False},
+        "objective": {"kind": "mlm" if _predicts_masks(fields) else "next_token"},
         "cluster": {"workers": 1},
     }
     return parse_config(tree)
+
+
+def _predicts_masks(fields: dict[str, Any]) -> bool:
+    architectures = fields.get("architectures") or [""]
+    return isinstance(architectures, list) and str(architectures[0]).endswith("ForMaskedLM")
 
 
 def _part(path: Path | str) -> str:

@@ -28,15 +28,18 @@ class Passage:
 
     tokens: NDArray[np.int64]
     is_scored: NDArray[np.bool_]
-    """Whether each token is scored. The first token is never predicted, so it is not scored."""
+    """Whether each token is scored. Only a masked language model predicts the first token."""
+    masked_tokens: NDArray[np.int64] | None = None
+    """The text with masks, which a masked language model reads in its place; None for a decoder."""
 
     def __post_init__(self) -> None:
-        assert self.tokens.shape == self.is_scored.shape and self.tokens.size > 1 and not self.is_scored[0]
+        assert self.tokens.shape == self.is_scored.shape and self.tokens.size > 1
+        assert self.masked_tokens is not None or not self.is_scored[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PassageScores:
-    """The model's prediction of each token of a text from the preceding tokens."""
+    """The model's prediction of each token of a text from the preceding tokens, or from those that are not masked."""
 
     losses: NDArray[np.float64]
     """float64. Cross-entropy in nats; 0 for tokens that are not scored."""
@@ -91,11 +94,14 @@ def _score_row(
     tokens = torch.from_numpy(np.concatenate([one.tokens for one in row]))
     is_scored = torch.from_numpy(np.concatenate([one.is_scored for one in row]))
     labels = torch.where(is_scored, tokens, IGNORE_INDEX)
-    batch = shard_batch(tokens.to(device), labels.to(device), [one.tokens.size for one in row], mesh)
+    given = [one.masked_tokens for one in row if one.masked_tokens is not None]
+    read, shift = (torch.from_numpy(np.concatenate(given)), 0) if given else (tokens, 1)
+    lengths = [one.tokens.size for one in row]
+    batch = shard_batch(read.to(device), labels.to(device), lengths, mesh, shift_labels=not given)
     scores = score_tokens(model, batch)
     is_correct_BL = scores.predictions_BL == batch.labels_BL
     local_BL2 = torch.stack([scores.losses_BL.float(), is_correct_BL.float()], dim=-1)
-    # In row order; index t holds the scores of token t + 1.
+    # In row order; index t holds the scores of token t + shift.
     found_T2 = unshard(local_BL2, batch)[0].double().cpu().numpy()
     if not np.isfinite(found_T2).all():
         raise RunError(
@@ -106,6 +112,7 @@ def _score_row(
     for one in row:
         stop = start + one.tokens.size
         losses, is_correct = np.zeros(one.tokens.size), np.zeros(one.tokens.size, dtype=np.bool_)
-        losses[1:], is_correct[1:] = found_T2[start : stop - 1, 0], found_T2[start : stop - 1, 1] > 0
+        found_t2 = found_T2[start : stop - shift]
+        losses[shift:], is_correct[shift:] = found_t2[:, 0], found_t2[:, 1] > 0
         yield PassageScores(losses=losses, is_correct=is_correct)
         start = stop

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from ray_ulysses.storage.place import Place
 
 CARD_FILE = "README.md"
+_PIPELINES = {"AutoModelForMaskedLM": "fill-mask"}
+"""The Hub's names of tasks, by the class that loads a model."""
 _LICENSE = re.compile(r"^[a-z0-9][a-z0-9.\-]{0,63}$")
 _PIPELINES = {"AutoModelForMaskedLM": "fill-mask", "AutoModelForSequenceClassification": "text-classification"}
 _SETTINGS: dict[str, Any] = {
@@ -55,6 +57,7 @@ def training_facts(config: Config, manifest: Manifest, run_dir: Place) -> Traini
     sources = prepare.sources if prepare is not None and prepare.kind in ("auto", "datasets") else ()
     settings = config.model_dump(mode="json", include=_SETTINGS, exclude_none=True)
     settings["model"].get("adapter", {}).pop("from", None)  # may be a local path
+    settings["objective"] = config.objective.own_settings()
     return TrainingFacts(
         base_model=base if base is not None and _is_on_the_hub(base) else None,
         datasets=tuple(one for one in sources if "/" in one and not Path(one).suffix and _is_on_the_hub(one)),
@@ -160,11 +163,12 @@ def _rows(report: ExportReport) -> dict[str, str]:
     facts = report.training
     steps = f"{report.step:,}" if facts.planned_steps is None else f"{report.step:,} of {facts.planned_steps:,} steps"
     note = ", before averaging" if report.averaged_steps else ""
+    counted = "tokens" if report.loaded_with == "AutoModelForMaskedLM" else "supervised tokens"
     versions = ", ".join(f"{name} {version}" for name, version in sorted(report.versions.items()))
     rows = {
         "run": f"`{report.run}`, attempt {report.attempt}",
         "base model": "" if facts.base_model is None else f"`{facts.base_model}`",
-        "trained": f"{steps}, {report.trained_tokens:,} supervised tokens",
+        "trained": f"{steps}, {report.trained_tokens:,} {counted}",
         "average": average_words(report) if report.averaged_steps else "",
         "training loss": "" if facts.loss is None else f"{facts.loss:.4f}{note}",
         "validation loss": "{1:.4f} at step {0:,}{2}".format(*facts.validation, note) if facts.validation else "",

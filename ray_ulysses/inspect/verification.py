@@ -8,6 +8,7 @@ from typing import Any
 
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.read.masking import Masking
 from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.errors import UserError
 from ray_ulysses.inspect.journal_checks import (
@@ -22,6 +23,7 @@ from ray_ulysses.inspect.journal_checks import (
 from ray_ulysses.inspect.row_checks import Reading, Watch, check_rows
 from ray_ulysses.inspect.run_data import find_sources, open_plan
 from ray_ulysses.inspect.trained_steps import TrainedSteps, trained_steps
+from ray_ulysses.run.masks import read_masking
 from ray_ulysses.run.run_files import check_run
 from ray_ulysses.storage import current_owner
 from ray_ulysses.storage.place import Place
@@ -117,7 +119,8 @@ def verify_run(
         findings += differences
     if read and trained.steps:
         sources = find_sources(run_dir, plan, corpora, trust_run=trust_run)
-        reading, differences = _read(CorpusSet(sources), plan, trained, watch)
+        reader = _open(CorpusSet(sources), plan, read_masking(run_dir))
+        reading, differences = check_rows(plan, reader, trained.steps, watch)
         findings += differences
     return Verification(
         name=history.name,
@@ -139,15 +142,14 @@ def verify_run(
     )
 
 
-def _read(store: CorpusSet, plan: Plan, trained: TrainedSteps, watch: Watch) -> tuple[Reading, list[Finding]]:
+def _open(store: CorpusSet, plan: Plan, masking: Masking | None) -> RowReader:
     try:
         # Open all corpora first, so that a missing corpus is reported immediately.
         _ = store.corpora
-        reader = RowReader(store, plan)
+        return RowReader(store, plan, masking)
     except UserError as error:
         way_out = "specify the current directory of the corpus with --corpus PATH, or skip reading with --no-read"
         raise UserError(str(error), way_out) from error
-    return check_rows(plan, reader, trained.steps, watch)
 
 
 def _notes(plan: Plan, trained: TrainedSteps) -> list[str]:

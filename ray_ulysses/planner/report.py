@@ -271,7 +271,7 @@ def build_report(
         name=config.run.name,
         shape=shape,
         layout=_layout(config, shape),
-        corpus=_made_up(config, corpora) if isinstance(corpora, PlanInput) else _corpus(corpora),
+        corpus=_made_up(config, corpora) if isinstance(corpora, PlanInput) else _corpus(corpora, config.objective.kind),
         data=data,
         step_time=configured_time(config, shape, _work(plan.newest, shape, data)),
         memory=memory,
@@ -313,7 +313,7 @@ def _layout(config: Config, shape: ModelShape) -> LayoutFacts:
     )
 
 
-def _corpus(corpora: CorpusSet) -> CorpusFacts:
+def _corpus(corpora: CorpusSet, kind: str) -> CorpusFacts:
     opened = corpora.corpora
     return CorpusFacts(
         path=", ".join(str(corpus.folder) for corpus in opened),
@@ -322,7 +322,7 @@ def _corpus(corpora: CorpusSet) -> CorpusFacts:
         num_tokens=sum(corpus.info.num_tokens for corpus in opened),
         longest_document=max(int(corpus.lengths.max()) for corpus in opened),
         max_token_id=max(corpus.info.max_token_id for corpus in opened),
-        unigram_nats=opened[0].info.byte_unigram_nats if len(opened) == 1 and not opened[0].info.are_pairs else None,
+        unigram_nats=opened[0].info.byte_unigram_nats if len(opened) == 1 and kind == "next_token" else None,
         loss_weights=corpora.loss_weights,
     )
 

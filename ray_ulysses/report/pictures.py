@@ -79,7 +79,7 @@ class Picture:
 
 def loss_picture(record: RunRecord) -> Figure:
     """Draw training loss, evaluation loss and replayed steps, with attempts, stages and plan branches."""
-    figure, axes = _over_tokens(record, "loss in nats per token", is_wide=True)
+    figure, axes = _over_tokens(record, "loss in nats", is_wide=True)
     figure.set_size_inches(WIDE, 4.0)
     if len(record.lost):
         lost = np.sort(record.lost, order="step")

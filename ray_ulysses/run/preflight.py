@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.config import Config
@@ -26,7 +26,13 @@ from ray_ulysses.data.plan.segment import Overlong
 from ray_ulysses.data.plan.stages import NewSegment
 from ray_ulysses.data.tokenize.tokenizers import files_fingerprint, load_tokenizer, tokenizer_folder
 from ray_ulysses.engine.model import check_adapter_start, check_architecture, differs_from_stored
-from ray_ulysses.engine.model_config import check_described, source_format, stored_quantization, trained_positions
+from ray_ulysses.engine.model_config import (
+    check_described,
+    disabled_noise,
+    source_format,
+    stored_quantization,
+    trained_positions,
+)
 from ray_ulysses.engine.plugins import find_plugins
 from ray_ulysses.engine.stored_weights import INDEX_FILE, SINGLE_FILE
 from ray_ulysses.errors import ConfigError, Problem, RunError, UserError
@@ -37,6 +43,7 @@ from ray_ulysses.planner.report import PlanReport, build_report, report_run_of_s
 from ray_ulysses.planner.search import Chosen, chosen_settings
 from ray_ulysses.planner.stages import stage_plans, stages_of, stand_in_documents
 from ray_ulysses.run.checkpoint_store import checkpoint_location, run_dir_answers, storage_answers
+from ray_ulysses.run.masks import read_masking, run_masking, store_masking
 from ray_ulysses.run.origin import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
 from ray_ulysses.run.planning import plan_run, store_plan
 from ray_ulysses.run.reference import reference_notes, reference_problems
@@ -51,6 +58,9 @@ from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import finished_step
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.mlflow_client import HTTPS, plain_http_problem
+
+if TYPE_CHECKING:
+    from ray_ulysses.data.read.masking import Masking
 
 _log = get_logger(__name__)
 
@@ -76,6 +86,8 @@ class PreparedRun:
     local_bytes: int
     """Memory in bytes that a local Ray cluster with all workers would use on this machine."""
     origin: Origin | None = None
+    masking: Masking | None = None
+    """How tokens are masked, if the model is a masked language model."""
     """Another run's checkpoint that this run starts from."""
 
     def read_again(self) -> PreparedRun:
@@ -190,7 +202,7 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
     config, chosen = chosen_settings(config, run.shape, stored_run.config if stored_run.has_begun else None)
     run, shape = replace(run, config=config), run.shape
     num_positions = check_architecture(config).num_positions
-    adapter_notes = _adapter_start(config)
+    model_notes = (*_adapter_start(config), *_noise_notes(config))
     stored = load_plan_if_any(config.run_dir / PLAN_FOLDER) if stored_run.has_begun else None
     problems += misfit(run, stored)
     corpora, validation, plan, new = plan_run(run, stored, stored_run, branch=branch)
@@ -205,6 +217,12 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
         if capacity > known:
             problems += context_problems(own, longest, trained_positions(own))
         problems += _sample_problems(own, corpora.corpora[0])
+    masking, mask_problems = _masking(config, corpora.corpora[0], stored_run)
+    problems += mask_problems
+    if masking is not None:
+        # The mask token and random tokens may be larger than every token of the corpora.
+        largest = masking.vocab_size - 1
+        problems += vocabulary_problems(largest, shape.vocab_size, str(corpora.corpora[0].folder), "data.path")
     documents = (*corpora.corpora, *validation.corpora)
     problems += _objective_problems(config, documents)
     problems += () if problems else reference_problems(config, documents, partial(_setting_of, config))
@@ -214,7 +232,7 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
         )
     others, notes = compare_tokenizers(config, corpora.corpora[0])
     report = report_run_of_stages(config, shape, corpora, plan, (*problems, *others), chosen)
-    notes = (*report.notes, *adapter_notes, *reference_notes(config), *notes)
+    notes = (*report.notes, *model_notes, *reference_notes(config), *notes)
     report = replace(report, notes=notes, source_format=source_format(config))
     problems[:] = report.problems
     return PreparedRun(
@@ -228,6 +246,7 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
         stored_plan=stored,
         local_bytes=local_bytes(config, shape),
         origin=_origin(run, plan),
+        masking=masking,
     )
 
 
@@ -242,6 +261,23 @@ def with_classes(config: Config) -> Config:
     there = [Corpus.open(path) for path in corpus_paths(config) if corpus_exists(path)]
     classes = ordered_classes(name for corpus in there for name in corpus.info.classes)
     return config.model_copy(update={"objective": config.objective.model_copy(update={"classes": classes})})
+
+
+def _noise_notes(config: Config) -> tuple[str, ...]:
+    noise = ", ".join(f"{name}={value:g}" for name, value in disabled_noise(config).items())
+    return (f"model.config: {noise} is replaced by 0, because noise would depend on the layout",) if noise else ()
+
+
+def _masking(config: Config, corpus: Corpus, stored_run: StoredRun) -> tuple[Masking | None, tuple[Problem, ...]]:
+    """Return the run's masking, if its model is a masked language model, or the problem that prevents it."""
+    try:
+        stored = read_masking(config.run_dir) if stored_run.has_begun else None
+        return stored or run_masking(config, corpus.info.tokenizer), ()
+    except (UserError, OSError) as error:
+        path, kind = str(corpus.folder), config.objective.kind
+        hint = "prepare the corpus with an encoder's tokenizer, which must stay readable until the run has begun"
+        rule = f"can't be masked for objective.kind={kind}: {error}"
+        return None, (Problem(path=_setting_of(config, path), value=path, rule=rule, hint=hint),)
 
 
 def _objective_problems(config: Config, corpora: Sequence[Corpus]) -> Iterator[Problem]:
@@ -302,7 +338,7 @@ def report_run(config: Config, base: Path, *, branch: bool = False, synthetic: b
     problems, facts = [*missing, *stored.conflicts(absolute, branch=branch), *_plugin_problems(absolute)], []
     absolute, shape, chosen = planned_memory(config, base, stored)
     num_positions = check_architecture(absolute).num_positions
-    adapter_notes = _adapter_start(absolute)
+    model_notes = (*_adapter_start(absolute), *_noise_notes(absolute))
     for number, planned in enumerate(stage_plans(absolute, shape)):
         # Without documents, the leftover rows of the previous stage are unknown, so each stage is planned on its own.
         documents, own = stand_in_documents(planned.settings), stage_config(absolute, number)
@@ -314,7 +350,7 @@ def report_run(config: Config, base: Path, *, branch: bool = False, synthetic: b
             facts.append(stage_facts(stage, own, report, number, None, stage.tokens, corpora))
             found = [in_stage(one, stage) for one in found]
         problems += found
-    notes = (*report.notes, *adapter_notes, *reference_notes(absolute))
+    notes = (*report.notes, *model_notes, *reference_notes(absolute))
     if is_first and absolute.data.prepare is not None:
         sources = ", ".join(absolute.data.prepare.sources)
         notes += (f"data.path={absolute.data.path}: there is no corpus; train prepares it first from {sources}",)
@@ -445,6 +481,8 @@ def claim_directory(prepared: PreparedRun) -> None:
         open_store(config.run_dir).delete(PLAN_FOLDER)
     store_plan(config, prepared.new, prepared.stored_plan)
     pin_origin(config, prepared.origin)
+    if prepared.masking is not None:
+        store_masking(config.run_dir, prepared.masking)
     open_store(config.run_dir).replace(CONFIG_FILE, [config.to_yaml().encode()])
 
 

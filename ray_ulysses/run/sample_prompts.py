@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ray_ulysses.data.tokenize.tokenizers import Tokenizer, load_tokenizer
+from ray_ulysses.data.tokenize.tokenizers import Tokenizer, load_unchanged
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ def read_prompts(config: Config, info: CorpusInfo) -> SamplePrompts:
     Raises:
         UserError: The corpus's tokenizer can't be loaded or has changed, or a prompt has no tokens or fills a row.
     """
-    tokenizer = load_tokenizer(info.tokenizer.name)
-    if tokenizer.info.fingerprint != info.tokenizer.fingerprint:
-        raise UserError(f"the files in {info.tokenizer.name} have changed since the corpus was prepared")
+    tokenizer = load_unchanged(info.tokenizer)
     bos, most = info.encoding.bos_token_id, config.data.context_tokens
     found = []
     for prompt in config.run.sample_prompts:

@@ -31,6 +31,7 @@ from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.settings import kept_attention, mlp_tile
 from ray_ulysses.run.early_stopping import EarlyStop, EarlyStopping
+from ray_ulysses.run.masks import read_masking
 from ray_ulysses.run.settings import last_step_of, resolve_run, zero_settings
 from ray_ulysses.run.start_point import RunPosition, known_step
 from ray_ulysses.run_names import PLAN_FOLDER
@@ -447,7 +448,8 @@ def open_rows(config: Config, plan: Plan) -> tuple[RowReader, RowReader]:
         known[fingerprint] = replace(known[fingerprint], path=path)
     # Evaluations number the documents of validation corpora after those of the training corpora.
     trained, all_known = CorpusSet(tuple(known.values())[: len(sources)]), CorpusSet(tuple(known.values()))
-    return RowReader(trained, plan), RowReader(all_known, plan)
+    masking = read_masking(config.run_dir)
+    return RowReader(trained, plan, masking), RowReader(all_known, plan, masking)
 
 
 _MOST_WARNINGS = 1000

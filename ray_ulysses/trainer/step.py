@@ -135,6 +135,7 @@ def batch_of(row: RowSlice, mesh: SequenceMesh, device: torch.device) -> Sharded
         documents=documents,
         mesh=mesh,
         label_weights_BL=None if row.label_weights is None else _row_on(row.label_weights, device),
+        has_shifted_labels=not row.is_masked,
     )
 
 
@@ -234,7 +235,7 @@ def train_step(
         slices: This rank's slices, one per micro-batch. A last step with fewer rows is padded with fillers.
         rows: The step's rows, by global number.
         tokens: Planned number of supervised tokens in the step. This is the denominator of the loss for every layout,
-            unless tokens have label weights.
+            unless tokens are masked or have label weights.
         mesh: The mesh.
         device: Device for the batches.
         accumulation: Number of micro-batches per step.
@@ -303,12 +304,12 @@ def _weighed(
 ) -> tuple[Iterable[RowSlice], float]:
     """Return a step's slices and the denominator of the loss: supervised tokens, or the sum of their label weights.
 
-    Either all slices of a run have label weights, or none of them do. If slices have label weights, all slices of the
-    step are read before training on the first slice. All ranks must call this function.
+    Either all slices of a run have label weights or masks, or none of them do. If they have, all slices of the step are
+    read before training on the first slice. All ranks must call this function.
     """
     slices = iter(slices)
     first = next(slices)
-    if first.label_weights is None:
+    if first.label_weights is None and not first.is_masked:
         return itertools.chain([first], slices), tokens
     read = [first, *slices]
     total = torch.tensor(math.fsum(row.supervised_weight for row in read), dtype=torch.float64, device=device)

@@ -98,7 +98,7 @@ def test_a_run_is_a_plain_loop_over_pairs(tmp_path: Path, kind: str) -> None:
     config = make_config(tmp_path, path, run__stop_step=STEPS, **settings, **narrow)
     assert train(config, "second") == ("finished", STEPS)
     assert verify_run(config.run_dir).holds
-    assert held_out_documents(None, config.run_dir, trust_run=False).numbers.size > 0
+    assert held_out_documents(None, config.run_dir, trust_run=False).are_pairs
 
     plan, corpus = load_plan(config.run_dir / "plan"), Corpus.open(path)
     assert corpus.info.are_pairs and plan.newest.totals.dropped_documents > 0

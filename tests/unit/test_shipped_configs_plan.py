@@ -8,30 +8,55 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.cli import app, run
-from ray_ulysses.config import load_config
+from ray_ulysses.config import Config, load_config
+from ray_ulysses.data.prepare.preparation import PrepareRequest
+from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.run.preflight import prepare_run
 from tests.breadth import fast_only
-from tests.unit.data.corpora import text_corpus, varied_texts
+from tests.local_preparation import prepare_local
+from tests.mask_tokenizer import mask_tokenizer
+from tests.unit.data.corpora import text_corpus, varied_texts, write_texts
+from tests.unit.data.test_pairs import prepared
 
 _CONFIGS = tuple(sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")))
 _EACH_KIND = [
     path
     for path in _CONFIGS
-    if any(word in path.stem for word in ("tiny", "chat", "lora", "1m", "qwen3-4b_8xh100_sp4"))
+    if any(word in path.stem for word in ("tiny", "chat", "lora", "1m", "qwen3-4b_8xh100_sp4", "dpo", "mlm"))
 ]
 
 
 @pytest.fixture(scope="module")
-def corpus_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("corpus")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Prepare a corpus for each kind of objective: texts, texts with a mask token, and pairs of answers."""
+    folder = tmp_path_factory.mktemp("corpus")
     # Long enough that every context has several full rows, in a hundred documents, so that some are held out.
-    text_corpus(directory, [text * 200 for text in varied_texts(100, longest=400)])
-    return directory / "corpus"
+    texts = [text * 200 for text in varied_texts(100, longest=400)]
+    found = {"texts": text_corpus(folder / "texts", texts).path}
+    write_texts(folder / "masked", [text.replace("a", " ") for text in texts])
+    found["masked"] = folder / "masked-corpus"
+    tokenizer = str(mask_tokenizer(folder / "tokenizer"))
+    prepare_local(
+        PrepareRequest(sources=SourceSpec(paths=(str(folder / "masked"),)), out=found["masked"], tokenizer=tokenizer)
+    )
+    rows = [{"prompt": text[:15_000], "chosen": text[:90], "rejected": text[:60]} for text in texts]
+    found["pairs"] = prepared(folder / "pairs", rows, prompt="prompt").path
+    return found
+
+
+def corpus_of(corpora: dict[str, Path], config: Config) -> Path:
+    objective = config.objective
+    return corpora["pairs" if objective.uses_pairs else "masked" if objective.task == "masked_lm" else "texts"]
 
 
 @pytest.mark.parametrize("path", fast_only(_CONFIGS, *_EACH_KIND), ids=[path.stem for path in _CONFIGS])
-def test_a_shipped_configuration_is_planned_without_problems(path: Path, corpus_dir: Path, tmp_path: Path) -> None:
-    overrides = (f"data.path={corpus_dir}", f"run.storage={tmp_path}")
+def test_a_shipped_configuration_is_planned_without_problems(
+    path: Path, corpora: dict[str, Path], tmp_path: Path
+) -> None:
+    config = load_config(path, (f"run.storage={tmp_path}",), environment={})
+    # The weights of a reference model are not on this machine.
+    kind = "orpo" if config.objective.needs_reference else config.objective.kind
+    overrides = (f"data.path={corpus_of(corpora, config)}", f"run.storage={tmp_path}", f"objective.kind={kind}")
     config = load_config(path, overrides, environment={})
     # The corpus is too short for stages of billions of tokens.
     short = {"tokens": None, "steps": 1, "rows_per_step": 1}

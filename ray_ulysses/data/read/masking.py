@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.fingerprint import UInt64Array, mix, mix_int
+from ray_ulysses.data.fingerprint import UInt64Array, mix, mix_int, stable_hash
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
@@ -121,6 +121,16 @@ class Masking:
             candidates = np.flatnonzero(unit_may)
             units[candidates[_hash(key, _CHOICE, keys[candidates]).argmin()]] = True
         return units[unit_of], owners
+
+
+@functools.cache
+def _source_key(fingerprint: str) -> int:
+    return int(stable_hash(fingerprint)[:16], 16)
+
+
+def document_key(fingerprint: str, number: int) -> int:
+    """Return the number that identifies a document for `Masking.apply`: document ``number`` of a corpus."""
+    return _source_key(fingerprint) ^ mix_int(number)
 
 
 def masking_with(

@@ -5,28 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.fingerprint import mix_int, stable_hash
 from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource, first_documents
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.rows import Piece
+from ray_ulysses.data.read.masking import Masking, document_key
 from ray_ulysses.parallel.layout import held_ranges, row_multiple
-
-if TYPE_CHECKING:
-    from ray_ulysses.data.read.masking import Masking
 
 IGNORE_INDEX = -100
 FILLER_ROW = -1
 PADDING_TOKEN = 0
 Split = Literal["train", "evaluation"]
-PieceMask = Callable[
-    [Piece, NDArray[np.integer], NDArray[np.bool_] | None], tuple[NDArray[np.int64], NDArray[np.bool_]]
-]
-"""Returns a piece's input ids, and which tokens are predicted, given its tokens and which may be (None for all)."""
+PieceMask = Callable[[Piece, NDArray[np.integer], NDArray[np.bool_]], tuple[NDArray[np.int64], NDArray[np.bool_]]]
+"""Returns a piece's input ids, and which tokens are predicted, given its tokens and which of them may be."""
 
 
 class TokenStore(Protocol):
@@ -76,6 +71,8 @@ class RowSlice:
     label_weights: NDArray[np.float32] | None = None
     """Loss weight of each input token's label, or 1 if it has no label. None if and only if no corpus has loss
     weights."""
+    num_planned: int | None = None
+    """With masks, number of the slice's tokens that a decoder would learn, which the plan counts; None without."""
 
     @property
     def is_filler(self) -> bool:
@@ -88,15 +85,20 @@ class RowSlice:
         return held_ranges(self.row_tokens, self.sp_rank, self.sp_size, self.ring_size)
 
     @property
+    def is_masked(self) -> bool:
+        """Whether labels are masked tokens."""
+        return self.num_planned is not None
+
+    @property
     def num_supervised(self) -> int:
-        """Number of labels in this slice."""
-        return int((self.labels != IGNORE_INDEX).sum())
+        """Number of this slice's labels in the plan: without masks, of `labels`."""
+        return int((self.labels != IGNORE_INDEX).sum()) if self.num_planned is None else self.num_planned
 
     @property
     def supervised_weight(self) -> float:
-        """Sum of the label weights in this slice."""
+        """Sum of the label weights in this slice, or the number of labels without weights."""
         if self.label_weights is None:
-            return float(self.num_supervised)
+            return float((self.labels != IGNORE_INDEX).sum())
         return float(self.label_weights[self.labels != IGNORE_INDEX].sum(dtype=np.float64))
 
 
@@ -130,20 +132,23 @@ def slice_row(
     position_ids = np.empty(size, dtype=np.int64)
     label_weights = np.ones(size, dtype=np.float32) if store.has_weights else None
     store.fetch(slice_ranges(pieces, row_tokens, sp_rank, sp_size, ring_size, are_whole=mask is not None))
-    place = 0
+    place = num_planned = 0
     for first, last in held_ranges(row_tokens, sp_rank, sp_size, ring_size):
         for piece, inside, count, at in _held_parts(pieces, first, last):
             target = slice(place + at, place + at + count)
             position_ids[target] = np.arange(inside, inside + count)
             if mask is not None:
-                tokens = store.read(piece.document, piece.start, piece.length)
-                weights = store.label_weights(piece.document, piece.start, piece.start + piece.length)
-                ids, is_label = mask(piece, tokens, None if weights is None else weights > 0)
                 part = slice(inside, inside + count)
+                tokens = store.read(piece.document, piece.start, piece.num_labels + 1)
+                weights = store.label_weights(piece.document, piece.start, piece.start + piece.num_labels + 1)
+                is_allowed = np.ones(piece.num_labels + 1, dtype=np.bool_) if weights is None else weights > 0
+                ids, is_label = mask(piece, tokens[: piece.length], is_allowed[: piece.length])
                 input_ids[target] = ids[part]
-                labels[target] = np.where(is_label, tokens, np.int64(IGNORE_INDEX))[part]
+                labels[target] = np.where(is_label[part], tokens[: piece.length][part], np.int64(IGNORE_INDEX))
+                num_planned += int(is_allowed[1 : piece.num_labels + 1][part].sum())
                 if label_weights is not None and weights is not None:
-                    label_weights[target] = np.where(labels[target] == IGNORE_INDEX, np.float32(1), weights[part])
+                    own_weights = weights[: piece.length][part]
+                    label_weights[target] = np.where(labels[target] == IGNORE_INDEX, np.float32(1), own_weights)
                 continue
             num_labels = min(count, piece.num_labels - inside)
             tokens = store.read(piece.document, piece.start + inside, max(count, num_labels + 1))
@@ -171,6 +176,7 @@ def slice_row(
         labels=labels,
         position_ids=position_ids,
         label_weights=label_weights,
+        num_planned=None if mask is None else num_planned,
     )
 
 
@@ -188,7 +194,7 @@ def slice_ranges(
     ``are_whole`` selects complete pieces, which masks need.
     """
     return [
-        (piece.document, piece.start, piece.length)
+        (piece.document, piece.start, piece.num_labels + 1)
         if are_whole
         else (piece.document, piece.start + inside, max(count, min(count, piece.num_labels - inside) + 1))
         for first, last in held_ranges(row_tokens, sp_rank, sp_size, ring_size)
@@ -217,7 +223,7 @@ class RowReader:
     def __init__(self, store: TokenStore, plan: Plan, masking: Masking | None = None) -> None:
         self._store, self._plan, self._masking = store, plan, masking
         sources = (*plan.newest.sources, *plan.newest.validation)
-        self._source_keys = [int(stable_hash(source.fingerprint)[:16], 16) for source in sources]
+        self._fingerprints = [source.fingerprint for source in sources]
         self._firsts = first_documents(sources)
 
     @property
@@ -244,10 +250,8 @@ class RowReader:
             pieces = self._documents_of(self._plan.evaluation.pieces(row))
             stats = self._plan.evaluation.stats(row, row + 1)
             row_tokens = int(stats.padded_tokens(self._plan.settings.pad_multiple)[0])
-        mask = None
-        if self._masking is not None:
-            # Every evaluation has the same masks.
-            mask = partial(self._masked, self._masking, self._plan.epoch_of(row) if split == "train" else 0)
+        # Every evaluation has the same masks.
+        mask = self._mask(self._plan.epoch_of(row) if split == "train" else 0)
         return slice_row(store, row, row_tokens, pieces, sp_rank, sp_size, ring_size, mask)
 
     def ranges(self, row: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> list[tuple[int, int, int]]:
@@ -255,17 +259,20 @@ class RowReader:
         pieces, row_tokens = self.documents(row), self._plan.row_tokens(row)
         return slice_ranges(pieces, row_tokens, sp_rank, sp_size, ring_size, are_whole=self._masking is not None)
 
+    def _mask(self, epoch: int) -> PieceMask | None:
+        return None if self._masking is None else partial(self._masked, self._masking, epoch)
+
     def _masked(
         self,
         masking: Masking,
         epoch: int,
         piece: Piece,
         tokens: NDArray[np.integer],
-        may_predict: NDArray[np.bool_] | None,
+        may_predict: NDArray[np.bool_],
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         # Not the number in the run, which depends on the other corpora.
         source = int(np.searchsorted(self._firsts, piece.document, side="right")) - 1
-        key = self._source_keys[source] ^ mix_int(piece.document - int(self._firsts[source]))
+        key = document_key(self._fingerprints[source], piece.document - int(self._firsts[source]))
         return masking.apply(tokens, document=key, epoch=epoch, first=piece.start, may_predict=may_predict)
 
     def documents(self, row: int) -> Sequence[Piece]:
@@ -284,4 +291,4 @@ class RowReader:
     def filler(self, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
         """Return a slice of a filler row: only padding, of the minimum length, with zero weight in every sum."""
         pad_multiple = self._plan.settings.pad_multiple
-        return slice_row(self._store, FILLER_ROW, pad_multiple, (), sp_rank, sp_size, ring_size)
+        return slice_row(self._store, FILLER_ROW, pad_multiple, (), sp_rank, sp_size, ring_size, self._mask(0))

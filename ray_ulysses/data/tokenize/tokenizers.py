@@ -439,6 +439,18 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     return _FastTokenizer(directory, str(name))
 
 
+def load_unchanged(info: TokenizerInfo) -> Tokenizer:
+    """Load the tokenizer that prepared a corpus.
+
+    Raises:
+        UserError: The tokenizer can't be loaded, or has changed.
+    """
+    tokenizer = load_tokenizer(info.name)
+    if tokenizer.info.fingerprint != info.fingerprint:
+        raise UserError(f"the files in {info.name} have changed since the corpus was prepared")
+    return tokenizer
+
+
 def tokenizer_folder(name: str | Path) -> Path:
     """Return a Hugging Face tokenizer's directory: ``name`` itself, or a cached copy of a Hub id or sequence tokenizer.
 

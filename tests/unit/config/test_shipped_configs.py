@@ -21,6 +21,7 @@ _NAME = re.compile(
 _PARAMETERS = {
     "llama3-8b-classification": 7_504_924_672,
     "llama3-8b": 8_030_261_248,
+    "modernbert-large": 395_881_664,
     "qwen3-4b": 4_022_468_096,
 }
 
