@@ -19,7 +19,7 @@ from ray_ulysses.data.read.masking import LONGEST_UNIT, Masking, masking_with, w
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowReader
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer
 from ray_ulysses.errors import UserError
-from tests.breadth import examples
+from tests.breadth import examples, fast_only
 from tests.unit.data.plans import memory_reader
 from tests.unit.data.read.test_reader import PAD, whole_row
 
@@ -156,9 +156,9 @@ def test_spans_have_the_lengths_of_spanbert() -> None:
 
 def test_the_edges_of_documents_are_masked_as_often_as_the_middle() -> None:
     tokens, counts = text(40), np.zeros(40)
-    for document in range(4_000):
+    for document in range(2_000):
         counts += masked(of_unit("span"), tokens, document=document)[1] != IGNORE_INDEX
-    assert all(is_near(int(counts[place]), 4_000, 0.15) for place in (0, 1, 5, 20, 39))
+    assert all(is_near(int(counts[place]), 2_000, 0.15) for place in (0, 1, 5, 20, 39))
 
 
 def test_spans_of_words_begin_and_end_with_words() -> None:
@@ -188,7 +188,7 @@ def masked_reader(lengths: list[int], **changes: Any) -> tuple[Plan, RowReader, 
     return plan, RowReader(store, plan, masking), plain
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"sp{split[0]}-ring{split[1]}")
+@pytest.mark.parametrize("split", fast_only(SPLITS, (2, 1), (4, 2)), ids=lambda split: f"sp{split[0]}-ring{split[1]}")
 @settings(max_examples=examples(10))
 @given(lengths=st.lists(st.integers(2, 150), min_size=1, max_size=20), seed=st.integers(0, 99))
 def test_a_row_has_the_same_masks_at_every_layout(split: tuple[int, int], lengths: list[int], seed: int) -> None:
