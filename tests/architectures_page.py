@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.sweep_case import BOUND, LENGTHS, Outcome
+from tests.distributed.sweep_case import BOUND, LENGTHS, MASKED, Outcome
 
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "tests" / "results" / "architectures.json"
@@ -37,6 +37,13 @@ defaults. This page is written by the test:
 `STORE_SWEEP=1 python -m pytest -m slow tests/distributed/test_model_sweep.py`.
 """
 
+_ABOUT_MASKED = """\
+## Masked language models
+
+The same for every model type that Transformers trains as a masked language model, with attention in both directions
+and without dropout. {total} types: {exact} exact.
+"""
+
 
 def load() -> dict[str, Any]:
     stored: dict[str, Any] = json.loads(STORED.read_text())
@@ -52,7 +59,8 @@ def store(outcomes: Sequence[Outcome], transformers: str) -> None:
 
 def page(stored: dict[str, Any]) -> str:
     by_type: dict[str, dict[str, dict[str, str]]] = {}
-    for one in stored["outcomes"]:
+    masked = [one for one in stored["outcomes"] if one["variant"] == MASKED]
+    for one in (one for one in stored["outcomes"] if one not in masked):
         by_type.setdefault(one["model_type"], {})[one["variant"]] = one
     lengths = ", ".join(map(str, LENGTHS[:-1])) + f" and {LENGTHS[-1]}"
     lines = [_ABOUT.format(transformers=stored["transformers"], lengths=lengths, bound=BOUND), _counts(by_type), ""]
@@ -61,6 +69,9 @@ def page(stored: dict[str, Any]) -> str:
         default, windows = variants["default"], variants.get("windows")
         cells = [f"`{name}`", _KINDS[default["kind"]], "" if windows is None else _KINDS[windows["kind"]]]
         lines.append("| " + " | ".join([*cells, _note(default)]) + " |")
+    exact = sum(one["kind"] == "exact" for one in masked)
+    lines += ["", _ABOUT_MASKED.format(total=len(masked), exact=exact), "| type | | |", "| --- | --- | --- |"]
+    lines += [f"| `{one['model_type']}` | {_KINDS[one['kind']]} | {_note(one)} |" for one in masked]
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Law 1 for every causal model type that the installed Transformers knows, each built tiny from one set of settings."""
+"""Law 1 for every causal and masked model type of Transformers, each built tiny from one set of settings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+)
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, shard_batch, unshard
+from ray_ulysses.config.objective import Task
 from ray_ulysses.engine.model import refuse_architecture
+from ray_ulysses.engine.text_part import auto_class
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.layout import ParallelLayout
 from tests.apart import worst
@@ -71,6 +78,15 @@ WINDOWS: dict[str, Any] = {
 }  # fmt: skip
 
 
+MASKED = "masked"
+"""Variant of a type as a masked language model."""
+_MASKED_OWN: dict[str, dict[str, Any]] = {"esmc": {"num_key_value_heads": 4}}
+
+
+def _task_of(variant: str) -> Task:
+    return "masked_lm" if variant == MASKED else "causal_lm"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     model_type: str
@@ -79,19 +95,22 @@ class Outcome:
     note: str = ""
 
 
-def causal_types() -> list[str]:
+def types_of(task: Task) -> list[str]:
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING if task == "causal_lm" else MODEL_FOR_MASKED_LM_MAPPING
     # Without those that a plugin has registered.
-    known = (kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING if kind.__module__.startswith("transformers."))
+    known = (kind for kind in mapping if kind.__module__.startswith("transformers."))
     return sorted({kind.model_type for kind in known})
 
 
-def run_sweep(rank: int, world_size: int, names: list[str]) -> list[Outcome]:
+def run_sweep(rank: int, world_size: int, names: list[str], task: Task = "causal_lm") -> list[Outcome]:
     meshes = []
     for sp_size in (2, world_size):
         made = [
             dist.new_group(list(ranks)) for ranks in ParallelLayout(world_size=world_size, sp_size=sp_size).sp_groups()
         ]
         meshes.append(SequenceMesh.from_group(made[rank // sp_size]))
+    if task == "masked_lm":
+        return [_outcome(name, MASKED, {"is_decoder": False, **_MASKED_OWN.get(name, {})}, meshes) for name in names]
     return [outcome for name in names for outcome in _outcomes(name, meshes)]
 
 
@@ -116,12 +135,12 @@ def _outcome(name: str, variant: str, settings: dict[str, Any], meshes: list[Seq
         if not settings and (part := _text_part(name)):
             return found("composite", part)
         config = _tiny_config(name, settings)
-        model = _model(config)
-        reference = _Reference.of(model)
+        model = _model(config, _task_of(variant))
+        reference = _Reference.of(model, is_masked=variant == MASKED)
     except Exception as error:
-        return _of_default_sizes(name) or found("not built", f"{type(error).__name__}: {error}"[:160])
+        return _of_default_sizes(name, variant) or found("not built", f"{type(error).__name__}: {error}"[:160])
     try:
-        refuse_architecture(config)
+        refuse_architecture(config, "whole", _task_of(variant))
     except UserError as error:
         noise = _noise_of(error)
         if noise.keys() <= settings.keys():
@@ -129,23 +148,24 @@ def _outcome(name: str, variant: str, settings: dict[str, Any], meshes: list[Seq
         again = _outcome(name, variant, settings | noise, meshes)
         return replace(again, note=f"with {', '.join(f'{key}: 0.0' for key in noise)}{again.note and '; '}{again.note}")
     try:
-        errors = [reference.error_of(_model(config), mesh) for mesh in meshes]
+        errors = [reference.error_of(_model(config, _task_of(variant)), mesh) for mesh in meshes]
     except Exception as error:
         return found("failed", f"{type(error).__name__}: {error}"[:160])
     return found("exact") if worst(errors) <= BOUND else found("wrong", f"off by {worst(errors):.1e}")
 
 
-def _of_default_sizes(name: str) -> Outcome | None:
+def _of_default_sizes(name: str, variant: str) -> Outcome | None:
+    variant = variant if variant == MASKED else "default"
     noise: dict[str, Any] = {}
     while True:
         try:
-            refuse_architecture(AutoConfig.for_model(name, **noise))
+            refuse_architecture(AutoConfig.for_model(name, **noise), "whole", _task_of(variant))
         except UserError as error:
             more = _noise_of(error)
             if not more.keys() <= noise.keys():
                 noise |= more
                 continue
-            return Outcome(model_type=name, variant="default", kind="refused", note=" ".join(str(error).split()))
+            return Outcome(model_type=name, variant=variant, kind="refused", note=" ".join(str(error).split()))
         except Exception:
             return None
         return None
@@ -173,17 +193,17 @@ def _tiny_config(name: str, settings: dict[str, Any]) -> PreTrainedConfig:
     return AutoConfig.for_model(name, **{key: value for key, value in chosen.items() if value is not None})
 
 
-def refuse_large(config: PreTrainedConfig) -> None:
+def refuse_large(config: PreTrainedConfig, task: Task = "causal_lm") -> None:
     with torch.device("meta"):
-        size = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(one.numel() for one in auto_class("whole", task).from_config(config).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size:,} parameters are no tiny model")
 
 
-def _model(config: PreTrainedConfig) -> Any:
-    refuse_large(config)
+def _model(config: PreTrainedConfig, task: Task) -> Any:
+    refuse_large(config, task)
     torch.manual_seed(7)
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+    model: Any = auto_class("whole", task).from_config(config, attn_implementation="eager").double().eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             # Attention that is nearly uniform would hide a wrong window.
@@ -201,23 +221,26 @@ class _Reference:
     logits: torch.Tensor
     loss: float
     gradients: dict[str, torch.Tensor]
+    is_masked: bool
 
     @classmethod
-    def of(cls, model: Any) -> _Reference:
+    def of(cls, model: Any, *, is_masked: bool) -> _Reference:
         vocab = model.get_input_embeddings().num_embeddings
         ids = torch.randint(3, min(vocab, 61), (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
         loss, parts = torch.zeros((), dtype=torch.float64), []
         for document in ids.split(LENGTHS, dim=1):
-            logits = model(input_ids=document, use_cache=False).logits
-            loss = loss + torch.nn.functional.cross_entropy(logits[0, :-1], document[0, 1:], reduction="sum")
+            logits = model(input_ids=document, **({} if is_masked else {"use_cache": False})).logits
+            pairs = (logits[0], document[0]) if is_masked else (logits[0, :-1], document[0, 1:])
+            loss = loss + torch.nn.functional.cross_entropy(*pairs, reduction="sum")
             parts.append(logits.detach())
         loss.backward()
         gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-        return cls(ids=ids, logits=torch.cat(parts, dim=1), loss=float(loss.detach()), gradients=gradients)
+        logits = torch.cat(parts, dim=1)
+        return cls(ids=ids, logits=logits, loss=float(loss.detach()), gradients=gradients, is_masked=is_masked)
 
     def error_of(self, model: Any, mesh: SequenceMesh) -> float:
         apply_ulysses(model, mesh)
-        batch = shard_batch(self.ids, None, LENGTHS, mesh)
+        batch = shard_batch(self.ids, None, LENGTHS, mesh, shift_labels=not self.is_masked)
         with torch.no_grad():
             logits = unshard(model(**batch.model_inputs()).logits, batch)
         loss, _ = causal_lm_loss(model, batch)

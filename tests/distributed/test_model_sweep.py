@@ -1,4 +1,4 @@
-"""Every causal model type of Transformers is exact or refused before weights, and none is silently wrong."""
+"""Every causal and masked model type of Transformers is exact or refused before weights, and none is silently wrong."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import transformers
 
 from tests import architectures_page
 from tests.distributed.harness import run_ranks
-from tests.distributed.sweep_case import Outcome, causal_types, run_sweep
+from tests.distributed.sweep_case import Outcome, run_sweep, types_of
 
 pytestmark = [pytest.mark.timeout(3600)]
 _AT_ONCE = 16
 
 
 @pytest.mark.slow
-def test_every_causal_model_type_is_exact_or_refused_as_it_is_stored() -> None:
-    names, found = causal_types(), list[Outcome]()
+def test_every_model_type_is_exact_or_refused_as_it_is_stored() -> None:
+    names, found = types_of("causal_lm"), list[Outcome]()
     for first in range(0, len(names), _AT_ONCE):
         found += run_ranks(run_sweep, 4, names[first : first + _AT_ONCE], timeout_s=600)[0]
+    for first in range(0, len(types_of("masked_lm")), _AT_ONCE):
+        some = types_of("masked_lm")[first : first + _AT_ONCE]
+        found += run_ranks(run_sweep, 4, some, "masked_lm", timeout_s=600)[0]
     if "STORE_SWEEP" in os.environ:
         architectures_page.store(found, transformers.__version__)
     wrong = [one for one in found if one.kind in ("wrong", "failed")]
@@ -39,3 +42,5 @@ def test_representatives_of_the_sweep() -> None:
         ("mamba", "default", "refused"),
         ("llama4", "default", "composite"),
     ]
+    masked = run_ranks(run_sweep, 4, ["distilbert", "deberta", "xlm-roberta"], "masked_lm", timeout_s=120)[0]
+    assert [one.kind for one in masked] == ["exact", "refused", "exact"]

@@ -14,6 +14,7 @@ from transformers.initialization import TORCH_INIT_FUNCTIONS
 from ray_ulysses.checkpoint.manifest import read_manifest
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.config.objective import ObjectiveSection
 from ray_ulysses.engine import model as model_module
 from ray_ulysses.engine import stored_weights
 from ray_ulysses.engine.model import build_model
@@ -27,17 +28,21 @@ from tests.breadth import fast_cases
 from tests.distributed.harness import RankFailure, run_calls
 from tests.distributed.run_case import make_config, run_worker, train
 from tests.distributed.seam_case import zero_settings
+from tests.unit.attention.models import encoder_model
 from tests.unit.config.trees import small_tree
+from tests.unit.engine.test_encoder_shape import Masked
 
 
-def loaded(rank: int, world_size: int, path: str, stage: int) -> tuple[dict[str, torch.Tensor], int, str]:
+def loaded(
+    rank: int, world_size: int, path: str, stage: int, objective: ObjectiveSection
+) -> tuple[dict[str, torch.Tensor], int, str]:
     """Return the gathered weights, the most elements of a parameter that this rank held, and what was refused."""
     import deepspeed
 
     tree = small_tree(model__init="pretrained", model__path=path, model__config=None)
-    settings = zero_settings(stage=stage)
+    config, settings = parse_config(tree).model_copy(update={"objective": objective}), zero_settings(stage=stage)
     try:
-        model: Any = build_model(parse_config(tree), partition=partition_config(settings))
+        model: Any = build_model(config, partition=partition_config(settings))
     except UserError as error:
         return {}, 0, str(error)
     held = max(parameter.numel() for parameter in model.parameters())
@@ -69,11 +74,19 @@ def loads(tmp_path_factory: pytest.TempPathFactory) -> Loads:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
     del tensors[MISSING]
     save_file(tensors, folder / "missing/model.safetensors", {"format": "pt"})
-    ranks = run_calls(2, {name: (loaded, str(folder / name), stage) for name, stage in stages.items()})
-    return {name: (wanted[name], ranks[name]) for name in stages}
+    calls: dict[str, Any] = {
+        name: (loaded, str(folder / name), stage, ObjectiveSection()) for name, stage in stages.items()
+    }
+    # Its output head is tied in weight and bias.
+    masked = encoder_model("roberta")
+    masked.save_pretrained(folder / "masked")
+    wanted["masked"] = {key: one.detach() for key, one in masked.named_parameters()}
+    calls["masked"] = (loaded, str(folder / "masked"), 3, Masked())
+    ranks = run_calls(2, calls)
+    return {name: (wanted[name], ranks[name]) for name in calls}
 
 
-@pytest.mark.parametrize("name", ["untied", "tied", "zero2"])
+@pytest.mark.parametrize("name", ["untied", "tied", "zero2", "masked"])
 def test_weights_are_loaded_and_partitioned_at_once_under_zero_3(loads: Loads, name: str) -> None:
     wanted, ranks = loads[name]
     largest = max(one.numel() for one in wanted.values())

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from ray_ulysses.cli import app, run
 from tests import architectures_page
-from tests.distributed.sweep_case import causal_types
+from tests.distributed.sweep_case import MASKED, types_of
 from tests.unit.attention.models import ARCHITECTURES, HYBRIDS
 
 
@@ -19,13 +19,17 @@ def test_the_page_is_what_was_stored_and_names_every_type() -> None:
     kinds = {one["kind"] for one in stored["outcomes"]}
     assert kinds <= {"exact", "refused", "composite", "not built"}
     exact = sum(one["kind"] == "exact" and one["variant"] == "default" for one in stored["outcomes"])
-    types = len({one["model_type"] for one in stored["outcomes"]})
+    masked = [one for one in stored["outcomes"] if one["variant"] == MASKED]
+    types = len({one["model_type"] for one in stored["outcomes"] if one not in masked})
     readme = (architectures_page.ROOT / "README.md").read_text()
     composite = sum(one["kind"] == "composite" for one in stored["outcomes"])
     assert f"Of the {types} causal model types of Transformers" in readme
     assert f", {exact} are exact, {composite} are multimodal" in readme
+    of_masked = sum(one["kind"] == "exact" for one in masked)
+    assert f"{of_masked} of {len(masked)} masked ones" in readme
     if transformers.__version__ == stored["transformers"]:
-        assert sorted({one["model_type"] for one in stored["outcomes"]}) == causal_types()
+        assert sorted({one["model_type"] for one in stored["outcomes"] if one not in masked}) == types_of("causal_lm")
+        assert [one["model_type"] for one in masked] == types_of("masked_lm")
 
 
 def told(capsys: pytest.CaptureFixture[str], model: Path, config: Any, code: int) -> str:

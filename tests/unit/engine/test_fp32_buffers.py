@@ -16,7 +16,7 @@ from ray_ulysses.engine.model import build_model, refuse_architecture
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import BALANCING_BIASES
 from tests.breadth import fast_only
-from tests.distributed.sweep_case import _tiny_config, causal_types, refuse_large
+from tests.distributed.sweep_case import _tiny_config, refuse_large, types_of
 from tests.unit.attention.models import zoo_model
 from tests.unit.config.trees import small_tree
 
@@ -72,7 +72,7 @@ def test_fp32_tensors_stay_fp32(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", causal_types())
+@pytest.mark.parametrize("name", types_of("causal_lm"))
 def test_a_loaded_model_equals_that_of_transformers(tmp_path: Path, name: str) -> None:
     try:
         made = tiny(name)
