@@ -725,16 +725,18 @@ shifted_BS[row, start:last] = labels_BS[row, start + shift:last + shift]
         2,
         "a token is masked by its place in the row",
         "data/read/reader.py:slice_row",
-        "mask(piece, tokens, None if weights is None else weights > 0)",
-        "mask(Piece(document=0, start=first + at, length=0, has_next_label=False), tokens, None)",
+        "mask(piece, tokens[: piece.length], is_allowed[: piece.length])",
+        "mask(Piece(document=0, start=first + at, length=0, has_next_label=False), "
+        "tokens[: piece.length], is_allowed[: piece.length])",
         "unit/data/read/test_masking.py::test_a_document_has_the_same_mask_in_every_packing_and_another_in_each_epoch",
     ),
     Mutant(
         2,
         "a token is masked by the rank's slice",
         "data/read/reader.py:slice_row",
-        "mask(piece, tokens, None if weights is None else weights > 0)",
-        "mask(Piece(document=sp_rank, start=0, length=0, has_next_label=False), tokens, None)",
+        "mask(piece, tokens[: piece.length], is_allowed[: piece.length])",
+        "mask(Piece(document=sp_rank, start=0, length=0, has_next_label=False), "
+        "tokens[: piece.length], is_allowed[: piece.length])",
         "unit/data/read/test_masking.py::test_a_row_has_the_same_masks_at_every_layout[sp2-ring1]",
     ),
     Mutant(
