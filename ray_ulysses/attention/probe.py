@@ -171,6 +171,9 @@ def _prepare(copy: Any) -> None:
     for name, mixer, layout in find_mixers(copy):
         set_forward(mixer, partial(_probe_mixer, name, layout.is_attention))
     pass_tables_on(copy)
+    if getattr(copy, "pooler", None) is not None:
+        # A pooler reads the first token, and does not change the hidden states; `engine.heads` runs it on documents.
+        copy.pooler = None
     copy.train()
     use_attention(copy, PROBE_NAME)
     if hasattr(copy, "set_experts_implementation"):

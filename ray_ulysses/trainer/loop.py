@@ -176,7 +176,8 @@ def _run(
         engine.train()
         reader, evaluation_reader = open_rows(config, stage.plan)
         position = resume(engine, start, whole, recorder)
-        references = open_references(config, worker, context.messenger, evaluation_reader.sources)
+        opened = open_references(config, worker, context.messenger, evaluation_reader.sources)
+        references = None if opened is None else opened.of
         attempt = _Attempt(
             context=context,
             mesh=mesh,

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ray_ulysses.data.read.reader import RowReader, RowSlice
     from ray_ulysses.engine.preferences import Preference
     from ray_ulysses.parallel.layout import TileSetting
-    from ray_ulysses.trainer.references import PairReferences
 
 NUM_SUMS = 5
 """Number of sums of an objective beside its loss."""
@@ -109,7 +108,10 @@ class ClassObjective:
 
 
 def row_objective(
-    config: Config, reader: RowReader, pieces: Callable[[int], Sequence[Piece]], references: PairReferences | None
+    config: Config,
+    reader: RowReader,
+    pieces: Callable[[int], Sequence[Piece]],
+    references: Callable[[Sequence[Piece]], torch.Tensor] | None,
 ) -> RowObjective | None:
     """Return a run's objective of documents, or None if the run's loss is a mean over tokens.
 
@@ -117,12 +119,13 @@ def row_objective(
         config: The configuration.
         reader: A reader of the rows' corpora.
         pieces: Returns the documents of a row.
-        references: Log-probabilities under the reference model, if the loss needs them.
+        references: Returns the log-probability of each answer of a row's pairs under the reference model, if the loss
+            needs it.
     """
     if config.objective.kind == "classification":
         return ClassObjective(corpora=CorpusSet(reader.sources), classes=config.objective.classes, pieces=pieces)
     preference = preference_of(config)
     if preference is None:
         return None
-    reference = None if references is None else lambda row: references.of(() if row.is_filler else pieces(row.row))
+    reference = None if references is None else lambda row: references(() if row.is_filler else pieces(row.row))
     return PairObjective(preference=preference, reference=reference)

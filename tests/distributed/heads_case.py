@@ -26,7 +26,7 @@ from ray_ulysses.attention.batch import ShardedBatch
 from ray_ulysses.engine.zero import build_engine
 from ray_ulysses.parallel.layout import ParallelLayout
 from tests.distributed.seam_case import gradient_error, gradients_of, make_row, zero_settings
-from tests.unit.attention.models import ARCHITECTURES, moved_away
+from tests.unit.attention.models import ARCHITECTURES, ENCODERS, moved_away
 
 NUM_CLASSES, TEMPERATURE = 3, 0.3
 
@@ -36,6 +36,7 @@ class HeadCase:
     kind: str
     """"class", or the pooling of embeddings."""
     architecture: str = "llama"
+    """Of the zoo, with the pooling of its classifier after a hyphen if it is not the default."""
     ulysses_size: int = 1
     ring_size: int = 1
     dp_size: int = 1
@@ -71,7 +72,9 @@ class HeadResult:
 
 def head_model(architecture: str, kind: str, dtype: torch.dtype = torch.float32) -> Any:
     """Return a model of the zoo with a head for documents, or without a head."""
-    config = ARCHITECTURES[architecture](num_labels=NUM_CLASSES)
+    name, _, pooling = architecture.partition("-")
+    changes = {"classifier_pooling": pooling} if pooling else {}
+    config = {**ARCHITECTURES, **ENCODERS}[name](num_labels=NUM_CLASSES, **changes)
     torch.manual_seed(7)
     auto = AutoModelForSequenceClassification if kind == "class" else AutoModel
     return moved_away(auto.from_config(config, attn_implementation="eager"), 3.0, 0.3).to(dtype)

@@ -23,6 +23,20 @@ for ulysses, ring, dp, stage, accumulation, kind in product(
         )  # fmt: skip
 
 
+for architecture, kind, (ulysses, ring), stage in product(
+    ("bert", "roberta", "modernbert-cls", "modernbert-mean", "eurobert-bos", "eurobert-mean"),
+    ("class", "mean"),
+    ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2)),
+    (1, 3),
+):
+    MATRIX.setdefault(ulysses * ring, []).append(
+        HeadCase(
+            kind=kind, architecture=architecture, ulysses_size=ulysses, ring_size=ring, zero_stage=stage,
+            accumulation=2,
+        )
+    )  # fmt: skip
+
+
 def hold(cases: list[HeadCase], timeout_s: float = 200) -> None:
     (world_size,) = {case.world_size for case in cases}
     for results in run_ranks(run_head_cases, world_size, cases, timeout_s=timeout_s):
@@ -38,6 +52,9 @@ def test_a_step_on_documents_equals_that_of_one_process() -> None:
         {"kind": "mean", "ulysses_size": 2, "zero_stage": 3, "accumulation": 2},
         {"kind": "last", "ring_size": 2, "zero_stage": 1, "accumulation": 3},
         {"kind": "mean", "dp_size": 2, "zero_stage": 3, "accumulation": 2},
+        # A pooler inside the encoder, and a mean in front of the head.
+        {"kind": "class", "architecture": "bert", "ulysses_size": 2, "zero_stage": 3, "accumulation": 2},
+        {"kind": "class", "architecture": "modernbert-mean", "ring_size": 2, "zero_stage": 1, "accumulation": 2},
     ]
     hold([HeadCase(**one) for one in some])
 
