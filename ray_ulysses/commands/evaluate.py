@@ -15,7 +15,7 @@ from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.report.words import as_text, count, duration, facts, table
 
 if TYPE_CHECKING:
-    from ray_ulysses.evaluation.report import ContextGain, EvaluationReport, PairPreference, PositionLoss
+    from ray_ulysses.evaluation.report import ClassReport, ContextGain, EvaluationReport, PairPreference, PositionLoss
     from ray_ulysses.storage.place import Place
 
 EXAMPLE = "Example: ray-ulysses evaluate runs/llama-tiny --lengths 1k,4k --data held-out"
@@ -58,7 +58,7 @@ def evaluate(
     """Measure how well a model uses long contexts. Nothing is generated or downloaded.
 
     loss: held-out loss by position in the document, and of the same tokens with increasing context. With a corpus
-    of pairs: how often the chosen answer is preferred.
+    of pairs: how often the chosen answer is preferred. With a classifier: accuracy, and scores of each class.
 
     retrieval: facts hidden in held-out documents, by length and depth. An answer is correct if each of its
     tokens is the most probable token.
@@ -154,6 +154,8 @@ def render_evaluation(report: EvaluationReport, out: Place | None) -> str:
         lines += _gain_lines(report.context_gain)
     if report.preference is not None:
         lines += _pair_lines(report.preference)
+    if report.classes is not None:
+        lines += _class_lines(report.classes)
     for kind in KINDS:
         lines += _grid_lines(report, kind)
     return as_text([*lines, *(f"  note: {note}" for note in report.notes)])
@@ -184,6 +186,19 @@ def _pair_lines(found: PairPreference) -> list[str]:
         "",
         "how often the chosen answer has the larger log-probability, by length of the longer text:",
         *table(("tokens", "pairs", "summed", "per token", "margin per token"), rows),
+    ]
+
+
+def _class_lines(found: ClassReport) -> list[str]:
+    rows = []
+    for number, (name, confusion) in enumerate(zip(found.classes, found.confusion, strict=True)):
+        precision, recall, f1 = found.scores(number)
+        shown = (f"{precision:.1%}", f"{recall:.1%}", f"{f1:.1%}")
+        rows.append((name, count(sum(confusion)), *shown, " ".join(map(str, confusion))))
+    return [
+        "",
+        f"accuracy {found.accuracy:.1%}, macro F1 {found.macro_f1:.1%}, loss {found.loss_sum / found.documents:.4f}:",
+        *table(("class", "documents", "precision", "recall", "F1", "predicted as, in the same order"), rows),
     ]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.data.read.masking import Masking, masking_with
 from ray_ulysses.errors import UserError
+from ray_ulysses.evaluation.classes import check_classes, predict_classes
 from ray_ulysses.evaluation.held_out import HeldOut, find_tokenizer, held_out_documents, refuse_other_tokens
 from ray_ulysses.evaluation.held_out_loss import SPAN_TOKENS, context_gain, pair_preference, position_loss
 from ray_ulysses.evaluation.model_source import ModelSource, find_model
@@ -78,11 +79,14 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
     reason = f"retrieval needs texts, but {held.words} are pairs of answers" if held.are_pairs else ""
     if held.masking is not None:
         reason = "retrieval needs a model that predicts the next token, and this one predicts masked tokens"
+    if source.classifies:
+        check_classes(held, source.config.objective.classes)
+        reason = "retrieval needs a language model, but the model classifies documents"
     if reason and "retrieval" in request.tasks:
         if request.tasks == ("retrieval",):
             raise UserError(f"--task=retrieval: {reason}; use --task loss")
         notes.append(f"{reason}, so it was not tested")
-    if "loss" in request.tasks and not held.are_pairs:
+    if "loss" in request.tasks and not held.are_pairs and not source.classifies:
         contexts, more = _contexts(request, source, held, lengths)
         notes += more
     haystack = None
@@ -163,14 +167,22 @@ def evaluate(prepared: Prepared, mesh: SequenceMesh, device: torch.device, say: 
     request, source = prepared.request, prepared.source
     say(f"loading {request.model}" + ("" if source.step is None else f", step {source.step:,}"))
     model = source.load(mesh, device)
-    preference, by_position, gain = None, None, None
+    preference = classes = by_position = gain = None
     cells: tuple[RetrievalCell, ...] = ()
-    if prepared.held.are_pairs:
+    if source.classifies:
+        say(f"classes of documents of {request.max_tokens:,} tokens")
+        classes = predict_classes(
+            prepared.held, model, source.config.objective.classes, mesh, device, longest=prepared.lengths[-1],
+            max_tokens=request.max_tokens, seed=request.seed,
+        )  # fmt: skip
+    elif prepared.held.are_pairs:
         preference = measure_pairs(prepared, model, mesh, device, say)
     else:
         by_position, gain, cells = measure(prepared, model, mesh, device, say)
     notes = list(prepared.notes)
-    if "loss" in request.tasks and by_position is None and preference is None:
+    if classes is None and source.classifies:
+        notes.append(f"classes: every document is longer than {prepared.lengths[-1]:,} tokens (--lengths)")
+    elif "loss" in request.tasks and by_position is None and preference is None and classes is None:
         notes.append("loss: the chosen documents have no supervised token")
     return EvaluationReport(
         model=str(request.model),
@@ -188,6 +200,7 @@ def evaluate(prepared: Prepared, mesh: SequenceMesh, device: torch.device, say: 
         retrieval=cells,
         seconds=round(clock.monotonic() - started, 3),
         preference=preference,
+        classes=classes,
     )
 
 

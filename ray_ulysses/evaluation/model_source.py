@@ -60,6 +60,11 @@ class ModelSource:
     vocab_size: int
 
     @property
+    def classifies(self) -> bool:
+        """Whether the model predicts the class of a document instead of tokens."""
+        return self.config.objective.task == "sequence_classification"
+
+    @property
     def step(self) -> int | None:
         """Step of the checkpoint; None for a model directory."""
         return None if self.checkpoint is None else self.checkpoint[1].step

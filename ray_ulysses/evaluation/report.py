@@ -205,6 +205,38 @@ class PairPreference:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ClassReport:
+    """How often a classifier predicts the classes of documents."""
+
+    classes: tuple[str, ...]
+    confusion: tuple[tuple[int, ...], ...]
+    """Number of documents by their own class, and by the predicted class."""
+    loss_sum: float
+    """Sum of the documents' cross-entropy in nats."""
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return sum(map(sum, self.confusion))
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of the documents whose class is predicted."""
+        return sum(self.confusion[number][number] for number in range(len(self.classes))) / self.documents
+
+    def scores(self, number: int) -> tuple[float, float, float]:
+        """Return precision, recall and F1 of a class; 0 where no document is predicted, or has the class."""
+        right = self.confusion[number][number]
+        predicted, own = sum(row[number] for row in self.confusion), sum(self.confusion[number])
+        return right / max(predicted, 1), right / max(own, 1), 2 * right / max(predicted + own, 1)
+
+    @property
+    def macro_f1(self) -> float:
+        """Mean F1 over the classes."""
+        return sum(self.scores(number)[2] for number in range(len(self.classes))) / len(self.classes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationReport:
     """Results of an evaluation, and how they were measured."""
 
@@ -229,6 +261,8 @@ class EvaluationReport:
     seconds: float
     preference: PairPreference | None = None
     """Preferences between the answers of pairs; None if the documents are texts."""
+    classes: ClassReport | None = None
+    """Predicted classes; None if the model does not classify documents."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``evaluation.json``: all fields, and the mean for each sum."""
@@ -237,6 +271,12 @@ class EvaluationReport:
             found["position_loss"]["loss"] = self.position_loss.loss
             for fields, one in zip(found["position_loss"]["bins"], self.position_loss.bins, strict=True):
                 fields["loss"] = one.loss
+        if self.classes is not None:
+            names = ("precision", "recall", "f1")
+            scores = [
+                dict(zip(names, self.classes.scores(one), strict=True)) for one in range(len(self.classes.classes))
+            ]
+            found["classes"] |= {"accuracy": self.classes.accuracy, "macro_f1": self.classes.macro_f1, "scores": scores}
         for fields, cell in zip(found["retrieval"], self.retrieval, strict=True):
             fields["accuracy"] = cell.accuracy
         return found
@@ -254,6 +294,10 @@ class EvaluationReport:
             found["evaluation/pair_accuracy"] = total.summed / total.pairs
             found["evaluation/pair_accuracy_per_token"] = total.averaged / total.pairs
             found["evaluation/pair_margin"] = total.margin_sum / total.pairs
+        if self.classes is not None:
+            found["evaluation/loss"] = self.classes.loss_sum / self.classes.documents
+            found["evaluation/accuracy"] = self.classes.accuracy
+            found["evaluation/macro_f1"] = self.classes.macro_f1
         return found | {
             f"evaluation/{kind}_{length}": sum(cell.correct for cell in cells) / sum(cell.cases for cell in cells)
             for (kind, length), cells in self.grids().items()

@@ -82,7 +82,8 @@ def head_model(architecture: str, kind: str, dtype: torch.dtype = torch.float32)
 
 def rows_of(kind: str, index: int) -> tuple[torch.Tensor, tuple[int, ...], list[int]]:
     """Return a row's tokens, lengths of its documents, and their classes."""
-    ids, _, lengths = make_row(index, "masked" if kind == "class" else "pairs")
+    # A single pair, as in the first row of pairs, would have no negatives and no gradient.
+    ids, _, lengths = make_row(index, "masked") if kind == "class" else make_row(index + 1, "pairs")
     return ids, lengths, [(7 * index + place) % NUM_CLASSES for place in range(len(lengths))]
 
 

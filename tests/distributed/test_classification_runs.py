@@ -66,7 +66,7 @@ def base_embedding(base: Path) -> torch.Tensor:
     return load_file(base / "model.safetensors")["model.embed_tokens.weight"]
 
 
-def test_a_run_is_a_plain_loop_over_documents(tmp_path: Path) -> None:
+def test_a_run_is_a_plain_loop_over_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, base = labeled_corpus(tmp_path / "documents"), tmp_path / "base"
     # A decoder without a head for documents.
     described = dict(make_config(tmp_path, path).model.config or {})
@@ -146,6 +146,23 @@ def test_a_run_is_a_plain_loop_over_documents(tmp_path: Path) -> None:
         tokens = torch.from_numpy(np.asarray(corpus.read(0, 0, 20)).astype(np.int64))[None]
         torch.testing.assert_close(exported(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-5)
     assert "pipeline_tag: text-classification" in (Path(exported.name_or_path) / "README.md").read_text()
+
+    capsys.readouterr()
+    assert run_cli(app, ["evaluate", str(config.run_dir), "--sp-size", "2", "--dtype", "fp32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["classes"]
+    confusion, losses = np.zeros((3, 3), dtype=int), []
+    for number in np.flatnonzero(plan.held_out() & (corpus.lengths <= CONTEXT)):
+        tokens = torch.from_numpy(np.asarray(corpus.read(number, 0, int(corpus.lengths[number]))).astype(np.int64))
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+        own = int(corpus.labels[number])
+        confusion[own, int(logits.argmax())] += 1
+        losses.append(float(functional.cross_entropy(logits, torch.tensor(own))))
+    assert found["confusion"] == confusion.tolist() and confusion.trace() > 0
+    assert found["loss_sum"] == pytest.approx(sum(losses), rel=1e-4)
+    assert found["accuracy"] == pytest.approx(confusion.trace() / confusion.sum())
+    assert found["scores"][1]["recall"] == pytest.approx(confusion[1, 1] / confusion[1].sum())
+    assert run_cli(app, ["evaluate", str(config.run_dir), "--task", "retrieval"]) == 2
 
 
 @pytest.mark.parametrize(
