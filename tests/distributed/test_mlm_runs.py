@@ -5,20 +5,25 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer
 
+from ray_ulysses.cli import app, run
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowReader, RowSlice
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine.model import build_model
+from ray_ulysses.evaluation.evaluate import prepare_evaluation
+from ray_ulysses.evaluation.report import EvaluationRequest
+from ray_ulysses.evaluation.run_evaluation import evaluate_locally
 from ray_ulysses.inspect.verification import verify_run
 from ray_ulysses.planner.stages import stage_at
 from ray_ulysses.run.masks import read_masking
@@ -80,8 +85,10 @@ def masked_sums(model: Any, row: RowSlice) -> tuple[torch.Tensor, int]:
     return torch.stack(losses).sum(), int((row.labels != IGNORE_INDEX).sum())
 
 
-def plain_steps(config: Any, plan: Plan, readers: tuple[RowReader, RowReader]) -> tuple[list[Any], dict[int, float]]:
-    """Train a plain loop on the run's rows; return loss and gradient norm of each step, and evaluations by step."""
+def plain_steps(
+    config: Any, plan: Plan, readers: tuple[RowReader, RowReader]
+) -> tuple[list[Any], dict[int, float], Any]:
+    """Train a plain loop on the run's rows; return loss and norm of each step, evaluations by step, and the model."""
     fields = {name: value for name, value in config.model.config.items() if name != "model_type"}
     kind = config.model.config["model_type"]
     described = AutoConfig.for_model(kind, **fields)
@@ -112,7 +119,7 @@ def plain_steps(config: Any, plan: Plan, readers: tuple[RowReader, RowReader]) -
         steps.append((float(loss), float(norm)))
         if step % 3 == 0:
             evaluations[step] = evaluated()
-    return steps, evaluations
+    return steps, evaluations, model.eval()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +142,7 @@ def test_a_run_is_a_plain_loop_over_masked_documents(tmp_path: Path, kind: str, 
     readers = open_rows(config, plan)
     masking = read_masking(config.run_dir)
     assert masking is not None and masking.unit == unit and (masking.word_starts is not None)
-    steps, evaluations = plain_steps(config, plan, readers)
+    steps, evaluations, model = plain_steps(config, plan, readers)
     for ours, (loss, norm) in zip(read_history(config.run_dir).steps, steps, strict=True):
         assert ours.loss == pytest.approx(loss, rel=1e-5), ours.step
         assert ours.grad_norm == pytest.approx(norm, rel=1e-4), ours.step
@@ -143,6 +150,35 @@ def test_a_run_is_a_plain_loop_over_masked_documents(tmp_path: Path, kind: str, 
     for event in (one for one in read_events(config.run_dir) if isinstance(one, Evaluated)):
         assert event.loss == pytest.approx(evaluations[event.step], rel=1e-5), event.step
     assert evaluations[0] == pytest.approx(math.log(200), rel=0.1), "an untrained model knows nothing"
+    # The tokenizer is copied into the export.
+    (tokenizer / "moved.json").rename(tokenizer / "tokenizer.json")
+    check_evaluation_and_export(config.run_dir, model)
+
+
+def check_evaluation_and_export(run_dir: Path, model: Any) -> None:
+    """Check that `evaluate` and `export` agree with the plain model."""
+    request = EvaluationRequest(model=run_dir, is_run=True, tasks=("loss",), lengths=(256,), max_tokens=10**6)
+    prepared = prepare_evaluation(request)
+    found, total, tokens = evaluate_locally(prepared, print).position_loss, 0.0, 0
+    held = prepared.held
+    assert found is not None and held.masking is not None
+    for place in range(held.numbers.size):
+        passage = held.passage(place, 0, int(min(held.lengths[place], 256)), first_scored=0)
+        with torch.no_grad():
+            logits = model(input_ids=torch.from_numpy(passage.masked_tokens)[None]).logits[0]
+        losses = functional.cross_entropy(logits, torch.from_numpy(passage.tokens), reduction="none")
+        total += float(losses[torch.from_numpy(passage.is_scored)].sum())
+        tokens += int(passage.is_scored.sum())
+    assert (found.tokens, found.loss_sum) == (tokens, pytest.approx(total, rel=1e-4))
+    assert run(app, ["export", str(run_dir)]) == 0
+    out = run_dir / "export" / f"step-{STEPS:08}"
+    assert "pipeline_tag: fill-mask" in (out / "README.md").read_text()
+    exported, ids = AutoModelForMaskedLM.from_pretrained(out).eval(), torch.arange(5, 60)[None]
+    assert AutoTokenizer.from_pretrained(out).mask_token == "[MASK]"
+    with torch.no_grad():
+        torch.testing.assert_close(exported(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-3, atol=1e-4)
+    again = prepare_evaluation(replace(request, model=out, is_run=False, data=held.corpora.corpora[0].path))
+    assert again.held.masking is not None and again.held.masking.word_starts is not None
 
 
 def test_what_masks_need_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
