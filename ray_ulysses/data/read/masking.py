@@ -150,8 +150,8 @@ def masking_with(
     starts = word_starts(tokenizer.tokens.ids)
     if unit == "word" and starts is None:
         raise UserError(
-            f"unit=word: the vocabulary of tokenizer={name} does not mark where words begin; use unit=token or "
-            "unit=span"
+            f"objective.mask_unit=word: the vocabulary of the tokenizer {name} does not mark where words begin; use "
+            "token or span"
         )
     return Masking(
         seed=seed,

@@ -107,7 +107,7 @@ def test_masks_of_sequences_are_tokens_or_spans() -> None:
     tokenizer = load_tokenizer("kmer:2")
     masking = masking_with(tokenizer, seed=1, fraction=0.15, unit="span", replace="bert")
     assert masking.mask_id == 4 and masking.special_ids == frozenset(range(5)) and masking.word_starts is None
-    with pytest.raises(UserError, match="unit=word: the vocabulary of tokenizer=kmer:2 does not mark"):
+    with pytest.raises(UserError, match="mask_unit=word: the vocabulary of the tokenizer kmer:2 does not mark"):
         masking_with(tokenizer, seed=1, fraction=0.15, unit="word", replace="bert")
 
 
