@@ -107,9 +107,50 @@ def _same(one: object, other: ast.AST) -> bool:
     return isinstance(one, ast.AST) and ast.dump(one) == ast.dump(other)
 
 
+HEADS = "distributed/test_heads.py::test_a_step_on_documents_equals_that_of_one_process"
 TAKES_OVER = "test_from_any_step_on_and_after_any_number_of_rows_read_directly_the_rows_are_the_direct_readers"
 
 MUTANTS = (
+    Mutant(
+        1,
+        "a document's vector has only the tokens of one slice",
+        "engine/heads.py:_pooled",
+        "batch.mesh.sp_size > 1",
+        "False",
+        HEADS,
+    ),
+    Mutant(
+        1,
+        "a document's mean is divided by the tokens of the slice",
+        "engine/heads.py:_pooled",
+        "sums_DH / torch.tensor(lengths, dtype=dtype, device=device)[:, None]",
+        "sums_DH / max(1, len(hidden_NH))",
+        HEADS,
+    ),
+    Mutant(
+        1,
+        "a pooler reads the first token of a slice",
+        "engine/heads.py:document_logits",
+        "pooler is not None",
+        "False",
+        HEADS,
+    ),
+    Mutant(
+        2,
+        "a query's negatives are the positives of its own rank",
+        "engine/heads.py:_gathered",
+        "mesh.world_size == 1",
+        "True",
+        HEADS,
+    ),
+    Mutant(
+        3,
+        "a document without its last token keeps its class",
+        "data/plan/drawing.py:_draw_block",
+        "length - 1 + has_next + (overlong == DROP_WHOLE)",
+        "length - 1 + has_next",
+        "unit/data/plan/test_plan.py::test_what_becomes_of_overlong_documents_is_counted",
+    ),
     Mutant(
         1,
         "bidirectional attention keeps the causal mask",
