@@ -19,13 +19,13 @@ from ray_ulysses.tracking.events import Evaluated
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.loop import rate_of_step
 from tests.distributed.reference_case import FIELDS, plain_pair, reference_run, stored_model
-from tests.distributed.run_case import make_config, train
+from tests.distributed.run_case import make_config, train, train_to_death
 from tests.distributed.test_pair_runs import CONTEXT, pair_corpus
 from tests.distributed.test_plain_loop import plain_optimizer
 from tests.unit.tracking.journals import read_events
 
 STEPS, BETA = 6, 0.3
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "sp2-dp2": {"cluster__workers": 4, "parallel__sp_size": 2, "memory__zero_stage": 3, "memory__loss_tile": 16},
     "ring2": {"cluster__workers": 2, "parallel__sp_size": 2, "parallel__ring_size": 2, "memory__zero_stage": 1},
     "one": {"cluster__workers": 1, "parallel__sp_size": 1, "memory__zero_stage": 2},
@@ -33,6 +33,7 @@ LAYOUTS = {
     "sp2-ring2": {"cluster__workers": 4, "parallel__sp_size": 4, "parallel__ring_size": 2, "memory__zero_stage": 3},
     "dp4": {"cluster__workers": 4, "parallel__sp_size": 1, "memory__zero_stage": 1},
 }
+LAYOUTS["killed"] = LAYOUTS["sp2-dp2"]
 
 
 def settings_of(model: Path, kind: str, **more: Any) -> dict[str, Any]:
@@ -69,12 +70,12 @@ def plain_loss(
         ("dpo", ("sp2-dp2", "ring2")),
         *(pytest.param(*one, marks=pytest.mark.slow) for one in (
             ("ipo", ("ring2", "sp2-dp2")), ("dpo", ("one", "sp4")), ("dpo", ("sp2-ring2", "dp4")),
-            ("ipo", ("dp4", "one")),
+            ("ipo", ("dp4", "one")), ("ipo", ("killed", "ring2")),
         )),
     ],
 )  # fmt: skip
 def test_a_run_is_a_plain_loop_with_two_models(tmp_path: Path, kind: str, layouts: tuple[str, str]) -> None:
-    paths = [pair_corpus(tmp_path / f"pairs-{seed}", seed, 50) for seed in range(3)]
+    paths = [pair_corpus(tmp_path / f"pairs-{seed}", seed, 50 - 7 * seed) for seed in range(3)]
     stored_model(tmp_path / "model")
     for path in paths:
         reference_run(path, tmp_path / "model")
@@ -85,7 +86,10 @@ def test_a_run_is_a_plain_loop_with_two_models(tmp_path: Path, kind: str, layout
     )  # fmt: skip
     for session, stop in zip(layouts, (3, STEPS), strict=True):
         config = make_config(tmp_path, paths[0], run__stop_step=stop, **settings, **LAYOUTS[session])
-        assert train(config, session) == ("finished", stop)
+        if session == "killed":
+            train_to_death(config, session, (1, "step", stop))
+        else:
+            assert train(config, session) == ("finished", stop)
     assert verify_run(config.run_dir).holds
 
     plan = load_plan(config.run_dir / "plan")

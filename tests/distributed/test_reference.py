@@ -56,7 +56,7 @@ def test_a_killed_computation_continues_and_stores_the_same_bytes(tmp_path: Path
     assert outcomes[0].exit_code == -signal.SIGKILL
     assert prepared.missing() == list(prepared.parts[2:]) and not prepared.is_complete
     before = files_of(path)
-    run_ranks(compute_rank, 1, request, prepared.reference, prepared.parts)
+    assert run_ranks(compute_rank, 1, request, prepared.reference, prepared.parts) == [len(prepared.parts) - 2]
     assert not prepared.is_complete, "absent until it is committed"
     prepared.commit()
     assert prepared.is_complete and before.items() <= files_of(path).items()
