@@ -153,6 +153,14 @@ MUTANTS = (
     ),
     Mutant(
         1,
+        "ESM counts the masked tokens of a slice instead of the document",
+        "attention/token_dropout.py:_unmasked_shares",
+        "batch.mesh.sp_size > 1",
+        "False",
+        "distributed/test_seam_parity.py::test_masked_language_models_equal_one_process_on_slices_and_rings",
+    ),
+    Mutant(
+        1,
         "bidirectional attention keeps the causal mask",
         "attention/ring.py:_call",
         "layer.causal and block.spans is not None",

@@ -34,6 +34,7 @@ from ray_ulysses.attention.dependence import (
 )
 from ray_ulysses.attention.mixers import find_mixers, given_tables, pass_tables_on, set_forward
 from ray_ulysses.attention.rope import take_temperature, without_documents
+from ray_ulysses.attention.token_dropout import take_token_dropout
 from ray_ulysses.parallel.layout import TILE_TOKENS
 
 TOKENS = 37
@@ -168,6 +169,7 @@ def _prepare(copy: Any) -> None:
         attached.unhook(copy)
     without_documents(copy)
     take_temperature(copy)
+    take_token_dropout(copy)
     for name, mixer, layout in find_mixers(copy):
         set_forward(mixer, partial(_probe_mixer, name, layout.is_attention))
     pass_tables_on(copy)

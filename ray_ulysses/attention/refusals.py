@@ -65,11 +65,6 @@ def refuse_config(config: Any) -> None:
     _refuse_layers(kind, sorted(set(getattr(config, "layer_types", None) or ()) - exact))
     _refuse_noise(values)
     _refuse_unsupported(kind, values)
-    if values.get("token_dropout"):
-        raise UserError(
-            f"{kind} sets token_dropout=true, which scales the embeddings of a row by its number of masked tokens, but "
-            "a row contains several documents; set token_dropout: false"
-        )
 
 
 def refuse_direction(result: ProbeResult, kind: str, *, is_causal: bool) -> None:

@@ -22,6 +22,7 @@ from ray_ulysses.attention.operators import OperatorSettings, attend_heads, atte
 from ray_ulysses.attention.probe import LayerAttention, ProbeResult, refused_keywords, use_attention
 from ray_ulysses.attention.refusals import refuse_inexact, refuse_mixed_devices
 from ray_ulysses.attention.rope import CurrentBatch, follow_documents, take_temperature, tempered
+from ray_ulysses.attention.token_dropout import drop_by_document
 from ray_ulysses.attention.trunk import trunk_of
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
@@ -89,6 +90,7 @@ def apply_ulysses(
     mark_adapters(model)
     current = CurrentBatch()
     follow_documents(model, current)
+    drop_by_document(base, current)
     num_tokens = getattr(base.get_input_embeddings(), "num_embeddings", None)
     num_logits = getattr(base.get_output_embeddings(), "out_features", None)
     has_temperature = take_temperature(base)

@@ -93,6 +93,8 @@ def test_masked_language_models_equal_one_process_on_slices_and_rings() -> None:
     # Windows on both sides over a ring, positions after the padding token's, and a tied head under ZeRO-3.
     hold([
         SeamCase(architecture="modernbert", ulysses_size=2, ring_size=2, zero_stage=3, accumulation=2, tile=5),
+        # Masked tokens of a document are on several ranks.
+        SeamCase(architecture="esm-token_dropout", ulysses_size=2, ring_size=2, accumulation=2),
         SeamCase(architecture="roberta", ulysses_size=2, dp_size=2, zero_stage=1, accumulation=1, kept="both", tile=7),
         SeamCase(architecture="eurobert", ulysses_size=1, ring_size=4, accumulation=2, rows="weighted"),
     ])  # fmt: skip

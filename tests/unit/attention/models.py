@@ -254,6 +254,10 @@ ENCODERS: dict[str, Callable[..., PreTrainedConfig]] = {
     "roberta": _kind("roberta", **_ENCODER),
     "esm": _kind("esm", position_embedding_type="absolute", token_dropout=False, **_ENCODER),
     "esm-rotary": _kind("esm", position_embedding_type="rotary", token_dropout=False, **_ENCODER),
+    # Embeddings are scaled by the masked tokens of a document.
+    "esm-token_dropout": _kind(
+        "esm", position_embedding_type="rotary", token_dropout=True, **_ENCODER | {"mask_token_id": 7}
+    ),
     # Several query heads for each KV head.
     "eurobert": _kind("eurobert", **_ENCODER),
     # Full attention in the first layer and a window of six tokens on either side in the others; a head of two modules.
