@@ -151,7 +151,7 @@ def _refuse_layers(kind: str, found: list[str]) -> None:
     if found:
         raise UserError(
             f"{kind} has unsupported recurrent or attention layers ({', '.join(found)}); sharding the sequence would "
-            "silently produce wrong gradients. Use a decoder with full or sliding-window attention only"
+            "silently produce wrong gradients. Use a model with full or sliding-window attention only"
         )
 
 

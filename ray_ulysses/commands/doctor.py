@@ -381,7 +381,7 @@ def check_model(path: str) -> Iterator[Check]:
     """
     from ray_ulysses.config import parse_config
     from ray_ulysses.engine.model import refuse_architecture
-    from ray_ulysses.engine.model_config import stored_config, stored_positions
+    from ray_ulysses.engine.model_config import objective_of, stored_config, stored_positions
     from ray_ulysses.run.settings import model_shape
 
     model: dict[str, str] = {"path": path, "init": "random"}
@@ -389,10 +389,12 @@ def check_model(path: str) -> Iterator[Check]:
         hf_config = stored_config(path, "--model")
         if hf_config.get_text_config(decoder=True) is not hf_config:
             model["part"] = "text"
-        result = refuse_architecture(hf_config, "text" if "part" in model else "whole")
         needed = {"run": {"name": "doctor", "storage": "."}, "cluster": {"workers": 1}}
-        data = {"path": "corpus", "context_tokens": 1024, "rows_per_step": 1}
-        shape = model_shape(parse_config({"model": model, "data": data, **needed}))
+        data = {"path": "corpus", "context_tokens": 1024, "rows_per_step": 1, "overlong": "drop"}
+        objective = {"kind": objective_of(hf_config)}
+        config = parse_config({"model": model, "data": data, "objective": objective, **needed})
+        result = refuse_architecture(hf_config, config.model.part, config.objective.task)
+        shape = model_shape(config)
     except UserError as error:
         reason, _, hint = str(error).partition("; ")
         yield Check(name="model", level="fail", detail=reason, hint=hint)

@@ -157,10 +157,11 @@ _NONE = {
         "a run stores only checkpoints; `export` writes a model directory from one of them",
         "remove it, and use `ray-ulysses export` (--push-to-hub uploads the model)",
     ),
-    "rl rl_beta dpo_beta reward_model loss_type": (
-        "there are no reward models and no reinforcement learning; objective.kind has losses of pairs",
-        "remove it",
+    "rl loss_type pref_loss": (
+        "the loss is set by objective.kind, and there is no reinforcement learning",
+        "remove it, and set objective.kind to next_token, mlm, classification, dpo, ipo, orpo or simpo",
     ),
+    "reward_model": ("there are no reward models and no reinforcement learning", "remove it"),
     "training trainer train job deepspeed deepspeed_config accelerate parallelism compute_environment": (
         "settings of other tools are not read",
         "move its content into our sections; docs/configuration.md lists every setting",

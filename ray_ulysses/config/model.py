@@ -152,7 +152,7 @@ class RopeSection(Section):
 
 
 class ModelSection(Section):
-    """The decoder to train, its initial weights, and its attention kernel."""
+    """The model to train, its initial weights, and its attention kernel."""
 
     on_resume: ClassVar[OnResume] = fixed("a change would make it a different model")
 

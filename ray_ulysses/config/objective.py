@@ -45,23 +45,24 @@ class ObjectiveSection(Section):
     """For `classification`, names of the classes in the order of the model's outputs. Default: those of the corpora."""
 
     mask_fraction: float = Field(default=0.15, gt=0, lt=1)
-    """For `mlm`, expected fraction of tokens that are predicted. Default 0.15; 0.3 is common for new encoders."""
+    """For `mlm`, expected fraction of tokens that are predicted (`mlm_probability` in Transformers). 0.3 is common for
+    new encoders. Default 0.15."""
 
     mask_unit: Literal["token", "word", "span"] = "token"
-    """For `mlm`, what is masked: single tokens, whole words, or spans of several words. Default `token`."""
+    """For `mlm`, unit of masking: single tokens, whole words, or spans of several words. Default `token`."""
 
     mask_replacement: Literal["bert", "mask"] = "bert"
-    """For `mlm`, what takes the place of predicted tokens: `bert` puts the mask token in 80% of the places, a random
+    """For `mlm`, replacement of predicted tokens: `bert` puts the mask token in 80% of the places, a random
     token in 10%, and leaves 10% unchanged; `mask` puts the mask token everywhere. Default `bert`."""
 
     @property
     def task(self) -> Task:
-        """What the model predicts."""
+        """Prediction task."""
         return _TASKS.get(self.kind, "causal_lm")
 
     @property
     def counts(self) -> Literal["tokens", "documents", "pairs"]:
-        """What the loss is a mean over."""
+        """Unit of the loss's mean."""
         if self.kind == "classification":
             return "documents"
         return "tokens" if self.kind in ("next_token", "mlm") else "pairs"
@@ -73,7 +74,7 @@ class ObjectiveSection(Section):
 
     @property
     def uses_pairs(self) -> bool:
-        """Whether the loss is one of pairs of answers."""
+        """Whether the loss compares pairs of answers."""
         return self.counts == "pairs"
 
     @property
@@ -82,11 +83,11 @@ class ObjectiveSection(Section):
         return self.kind in ("dpo", "ipo")
 
     def own_settings(self) -> dict[str, Any]:
-        """Return the kind of the loss and the settings that the kind has."""
-        return {name: getattr(self, name) for name in ("kind", *_SETTINGS[self.kind])}
+        """Return the kind of the loss and the settings of this kind."""
+        return {name: getattr(self, name) for name in ("kind", *SETTINGS_OF_KIND[self.kind])}
 
     def foreign_settings(self) -> list[str]:
-        """Return the settings that were changed from their defaults although they are of another kind."""
+        """Return the changed settings that this kind does not use."""
         own = self.own_settings()
         return [
             name
@@ -96,7 +97,7 @@ class ObjectiveSection(Section):
 
 
 _TASKS: dict[str, Task] = {"mlm": "masked_lm", "classification": "sequence_classification"}
-_SETTINGS = {
+SETTINGS_OF_KIND = {
     "next_token": (),
     "mlm": ("mask_fraction", "mask_unit", "mask_replacement"),
     "classification": ("classes",),

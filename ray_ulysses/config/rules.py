@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from ray_ulysses.config.model import AdapterSection, RopeSection
+from ray_ulysses.config.objective import SETTINGS_OF_KIND
 from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
 from ray_ulysses.config.running import mlflow_is_on
 from ray_ulysses.config.schema import Config, problem_of, zero_stage
@@ -362,11 +363,15 @@ def _early_stopping_has_losses(config: Config) -> Iterator[Problem]:
 def _objective_fits(config: Config) -> Iterator[Problem]:
     kind = config.objective.kind
     for name in config.objective.foreign_settings():
+        others = " or ".join(one for one, names in SETTINGS_OF_KIND.items() if name in names)
         rule = f"is not a setting of objective.kind={kind}"
-        yield problem_of(config, f"objective.{name}", rule, "remove it, or set another kind")
+        yield problem_of(config, f"objective.{name}", rule, f"remove it; it applies to objective.kind={others}")
     if config.objective.task != "causal_lm" and config.run.sample_every_steps is not None:
-        rule = f"continues texts, for which a model trained with objective.kind={kind} is not made"
+        rule = f"generates text, which a model trained with objective.kind={kind} can't do"
         yield problem_of(config, "run.sample_every_steps", rule, "remove it")
+    if config.objective.task == "masked_lm" and config.model.adapter is not None:
+        rule = f"adapters are for models that predict the next token, and objective.kind={kind} trains another"
+        yield problem_of(config, "model.adapter", rule, "remove it; model.freeze can freeze parameters")
 
 
 def _documents_stay_whole(config: Config) -> Iterator[Problem]:
@@ -381,7 +386,9 @@ def _documents_stay_whole(config: Config) -> Iterator[Problem]:
         rule = f"would divide {unit}, which objective.kind={kind} needs whole"
         yield problem_of(config, "data.packing", rule, "use best_fit or wide_fit")
     if config.optimizer.z_loss:
-        yield problem_of(config, "optimizer.z_loss", f"is not possible with objective.kind={kind}", "use 0")
+        yield problem_of(
+            config, "optimizer.z_loss", f"is a mean over tokens, but the loss of objective.kind={kind} is not", "use 0"
+        )
     if config.objective.needs_reference and config.model.init == "random":
         rule = f"would start from random weights, but objective.kind={kind} compares with the model in model.path"
         yield problem_of(config, "model.init", rule, "use pretrained")
@@ -401,6 +408,8 @@ def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
     needs_gpu = kernel in ("flash_attn_3", "flash_attn", "cudnn", "varlen")
     if needs_gpu and not has_gpu:
         rule, hint = "the kernel requires a GPU, but cluster.gpus_per_worker is 0", "use auto or sdpa"
+    elif kernel == "cudnn" and config.objective.task == "masked_lm":
+        rule, hint = "the kernel is not used for bidirectional attention", "use auto, flash_attn or varlen"
     elif needs_gpu and config.model.dtype == "fp32":
         rule, hint = "the kernel does not support fp32, but model.dtype is fp32", "use auto or math"
     elif kernel == "sdpa" and has_gpu:

@@ -1,4 +1,4 @@
-"""Measures the shape of a masked language model on its modules, because its configuration does not show all sizes."""
+"""Measures the shape of an encoder on its modules, because its configuration does not show all sizes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,40 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ray_ulysses.engine.model import planned_model
+from ray_ulysses.engine.model import check_architecture, planned_model
 from ray_ulysses.engine.tiled_mlp import find_mlps
+from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.model_shape import ModelShape
 
 
-def with_encoder(config: Config, shape: ModelShape) -> ModelShape:
-    """Return the shape of a masked language model, measured on its modules, on the meta device.
+def is_bidirectional(config: Config) -> bool:
+    """Return whether a run's model attends in both directions.
 
     Raises:
         UserError: The model configuration can't be read, or the model can't be trained exactly.
     """
+    task = config.objective.task
+    if task == "sequence_classification":
+        return check_architecture(config).bidirectional() is not None
+    return task == "masked_lm"
+
+
+def with_encoder(config: Config, shape: ModelShape) -> ModelShape:
+    """Return a model's shape, measured on its modules on the meta device if it attends in both directions.
+
+    Raises:
+        UserError: The model configuration can't be read, or the model can't be trained exactly.
+    """
+    if not is_bidirectional(config):
+        return shape
     model: Any = planned_model(config)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    is_tied = head.weight is embedding.weight
+    if embedding is None or (head is None and config.objective.task == "masked_lm"):
+        raise UserError(f"model_type={shape.model_type!r}: has no output head over a vocabulary; use another encoder")
+    is_tied = head is None or head.weight is embedding.weight
     # Tables of positions and segments, norms and biases are not used in matrix products.
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not embedding]
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() < 2)

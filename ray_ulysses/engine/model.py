@@ -63,7 +63,7 @@ def torch_dtype(name: str) -> torch.dtype:
 def build_model(
     config: Config, partition: Mapping[str, Any] | None = None, state: StateDescription | None = None
 ) -> PreTrainedModel:
-    """Build a run's decoder. If ``partition`` is set, all ranks of the world must call this function.
+    """Build a run's model. If ``partition`` is set, all ranks of the world must call this function.
 
     With ``init: random``, every rank initializes the full model on its host in fp32, seeded with ``run.seed``, so that
     weights do not depend on the world size. With ``init: pretrained``, weights are loaded, and dequantized if they are
@@ -316,7 +316,7 @@ def _repeated_parameters(model: Any) -> int:
 
 
 def check_architecture(config: Config) -> ProbeResult:
-    """Raise an error if a run's decoder can't be trained exactly. This check needs neither weights nor a GPU.
+    """Raise an error if a run's model can't be trained exactly. This check needs neither weights nor a GPU.
 
     Returns:
         The result of probing the model's forward.
@@ -348,7 +348,7 @@ def refuse_architecture(
     dtype: str | None = None,
     counts: str = "tokens",
 ) -> ProbeResult:
-    """Build a decoder on the meta device, and raise an error if the decoder can't be trained exactly.
+    """Build a model on the meta device, and raise an error if the decoder can't be trained exactly.
 
     If ``dtype`` is set, experts that can't be multiplied in this precision are refused too. A router
     loss is refused unless ``counts``, what the loss is a mean over, is tokens.

@@ -93,6 +93,13 @@ def without_noise(hf_config: Any) -> dict[str, float]:
     return found
 
 
+def objective_of(hf_config: Any) -> str:
+    """Return the value of ``objective.kind`` for which a stored model was trained, by the class that wrote it."""
+    written = str((getattr(hf_config, "architectures", None) or [""])[0])
+    kinds = {"ForMaskedLM": "mlm", "ForSequenceClassification": "classification"}
+    return next((kind for name, kind in kinds.items() if written.endswith(name)), "next_token")
+
+
 def disabled_noise(config: Config) -> dict[str, float]:
     """Return the settings of a run's model that `without_noise` changes, with their values in the configuration.
 

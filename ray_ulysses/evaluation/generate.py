@@ -186,7 +186,8 @@ def generate(request: GenerateRequest, say: Callable[[str], None]) -> Generation
         request.model, is_run=request.is_run, step=request.step, dtype=request.dtype, trust_run=request.trust_run
     )
     if source.config.objective.task != "causal_lm":
-        raise UserError(f"{request.model}: is not a model that predicts the next token, so it can't generate text")
+        kind = source.config.objective.kind
+        raise UserError(f"{request.model}: can't generate text (objective.kind={kind}); use a causal language model")
     files = _tokenizer_files(request)
     files.refuse_unknown_tokens(source.vocab_size)
     hf_config = described_config(source.config, _tied(source))

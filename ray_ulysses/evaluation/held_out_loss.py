@@ -107,18 +107,21 @@ def context_gain(
     ``contexts`` is ascending. At least one document must be long enough for the longest context and a span.
     """
     spans = choose_spans(held.lengths, longest_context=contexts[-1], num_spans=num_spans, seed=seed)
-    targets = [held.passage(place, start - 1, SPAN_TOKENS + 1) for place, start in spans]
-    spans = [span for span, target in zip(spans, targets, strict=True) if target.is_scored.any()]
+    most = contexts[-1]
+
+    def whole(span: tuple[int, int]) -> Passage:
+        # Masks of words and spans depend on where a passage begins, so shorter contexts are parts of the longest one.
+        return held.passage(span[0], span[1] - most, most + SPAN_TOKENS, first_scored=most)
+
+    counts = np.array([int(whole(span).is_scored.sum()) for span in spans], dtype=np.int64)
+    spans, counts = [span for span, count in zip(spans, counts, strict=True) if count], counts[counts > 0]
     if not spans:
         return None
 
     def passages() -> Iterator[Passage]:
-        for context in contexts:
-            for place, start in spans:
-                yield held.passage(place, start - context, context + SPAN_TOKENS, first_scored=context)
+        return (whole(span).last(context + SPAN_TOKENS) for context in contexts for span in spans)
 
     sums = np.array([scores.losses.sum() for scores in score(passages())]).reshape(len(contexts), len(spans))
-    counts = np.array([target.is_scored.sum() for target in targets if target.is_scored.any()])
     return ContextGain(
         spans=len(spans), documents=len({place for place, _ in spans}), contexts=paired(contexts, sums, counts)
     )

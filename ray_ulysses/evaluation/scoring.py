@@ -32,6 +32,11 @@ class Passage:
     masked_tokens: NDArray[np.int64] | None = None
     """The text with masks, which a masked language model reads in its place; None for a decoder."""
 
+    def last(self, num_tokens: int) -> Passage:
+        """Return the last tokens as a passage of their own."""
+        masked = None if self.masked_tokens is None else self.masked_tokens[-num_tokens:]
+        return Passage(tokens=self.tokens[-num_tokens:], is_scored=self.is_scored[-num_tokens:], masked_tokens=masked)
+
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.is_scored.shape and self.tokens.size > 1
         assert self.masked_tokens is not None or not self.is_scored[0]

@@ -31,10 +31,9 @@ if TYPE_CHECKING:
     from ray_ulysses.storage.place import Place
 
 CARD_FILE = "README.md"
-_PIPELINES = {"AutoModelForMaskedLM": "fill-mask"}
-"""The Hub's names of tasks, by the class that loads a model."""
 _LICENSE = re.compile(r"^[a-z0-9][a-z0-9.\-]{0,63}$")
 _PIPELINES = {"AutoModelForMaskedLM": "fill-mask", "AutoModelForSequenceClassification": "text-classification"}
+"""Pipeline tag on the Hub, by the class that loads the model."""
 _SETTINGS: dict[str, Any] = {
     "optimizer": True,
     "schedule": True,

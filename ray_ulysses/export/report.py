@@ -242,8 +242,6 @@ def python_lines(report: ExportReport, path: str) -> list[str]:
 
 def serve_line(report: ExportReport, path: str) -> str:
     """Return the command that serves the directory with vLLM, or a comment that explains why vLLM can't."""
-    if report.loaded_with == "AutoModelForMaskedLM":
-        return "# vLLM does not serve masked language models"
     folder, adapter = shlex.quote(path), report.adapter
     length = f"--max-model-len {report.serving_tokens}"
     if report.loaded_with in ("AutoModelForMaskedLM", "AutoModelForSequenceClassification"):

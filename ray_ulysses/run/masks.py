@@ -85,8 +85,6 @@ def read_masking(run_dir: Place) -> Masking | None:
             bits = np.frombuffer(base64.b64decode(stored.word_starts, validate=True), dtype=np.uint8)
             starts = np.unpackbits(bits)[: stored.vocab_size].astype(np.bool_)
     except ValueError as error:
-        raise UserError(
-            f"{run_dir / MASKING_FILE}: {error}; delete it and run `ray-ulysses train` again, which writes it anew"
-        ) from error
+        raise UserError(f"{run_dir / MASKING_FILE}: {error}; delete it; `ray-ulysses train` writes it again") from error
     fields = asdict(stored) | {"special_ids": frozenset(stored.special_ids), "word_starts": starts}
     return Masking(**fields)

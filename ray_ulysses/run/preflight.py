@@ -217,12 +217,8 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
         if capacity > known:
             problems += context_problems(own, longest, trained_positions(own))
         problems += _sample_problems(own, corpora.corpora[0])
-    masking, mask_problems = _masking(config, corpora.corpora[0], stored_run)
+    masking, mask_problems = _masking(config, corpora.corpora[0], stored_run, shape.vocab_size)
     problems += mask_problems
-    if masking is not None:
-        # The mask token and random tokens may be larger than every token of the corpora.
-        largest = masking.vocab_size - 1
-        problems += vocabulary_problems(largest, shape.vocab_size, str(corpora.corpora[0].folder), "data.path")
     documents = (*corpora.corpora, *validation.corpora)
     problems += _objective_problems(config, documents)
     problems += () if problems else reference_problems(config, documents, partial(_setting_of, config))
@@ -268,16 +264,20 @@ def _noise_notes(config: Config) -> tuple[str, ...]:
     return (f"model.config: {noise} is replaced by 0, because noise would depend on the layout",) if noise else ()
 
 
-def _masking(config: Config, corpus: Corpus, stored_run: StoredRun) -> tuple[Masking | None, tuple[Problem, ...]]:
+def _masking(
+    config: Config, corpus: Corpus, stored_run: StoredRun, vocab_size: int
+) -> tuple[Masking | None, tuple[Problem, ...]]:
     """Return the run's masking, if its model is a masked language model, or the problem that prevents it."""
     try:
         stored = read_masking(config.run_dir) if stored_run.has_begun else None
-        return stored or run_masking(config, corpus.info.tokenizer), ()
+        masking = stored or run_masking(config, corpus.info.tokenizer)
+        if masking is not None:
+            masking.refuse_small(vocab_size)
     except (UserError, OSError) as error:
-        path, kind = str(corpus.folder), config.objective.kind
-        hint = "prepare the corpus with an encoder's tokenizer, which must stay readable until the run has begun"
-        rule = f"can't be masked for objective.kind={kind}: {error}"
+        path, (reason, _, hint) = str(corpus.folder), str(error).partition("; ")
+        rule = f"can't be masked for objective.kind={config.objective.kind}: {reason}"
         return None, (Problem(path=_setting_of(config, path), value=path, rule=rule, hint=hint),)
+    return masking, ()
 
 
 def _objective_problems(config: Config, corpora: Sequence[Corpus]) -> Iterator[Problem]:

@@ -88,7 +88,7 @@ def model_shape(config: Config) -> ModelShape:
         from ray_ulysses.engine.model import with_mixers
 
         shape = with_mixers(config, shape)
-    if config.objective.task == "masked_lm":
+    if config.objective.task != "causal_lm":
         from ray_ulysses.engine.encoder_shape import with_encoder
 
         shape = with_encoder(config, shape)

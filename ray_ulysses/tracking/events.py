@@ -152,7 +152,7 @@ class StepDone(_Event):
     loss: float
     """Mean loss over the step's supervised tokens, pairs of answers or documents, in nats."""
     tokens: Whole
-    """Number of supervised tokens."""
+    """Number of supervised tokens; for a masked language model, of all document tokens but the first."""
     rows: RowRange
     """The first row of the step, and the row after the last."""
     digest: Digest
@@ -250,7 +250,7 @@ class EvaluatedCorpus:
     path: str | None
     """Path of the corpus when the rows were planned; None for held-out documents."""
     loss: float
-    """Mean loss over the supervised tokens of the corpus's evaluation rows, in nats."""
+    """Mean loss over the supervised tokens, pairs or documents of the corpus's evaluation rows, in nats."""
     tokens: Whole
     """Number of supervised tokens in these rows."""
     pair_accuracy: float | None = None
@@ -267,7 +267,7 @@ class Evaluated(_Event):
     step: Whole
     """Number of completed steps."""
     loss: float
-    """Mean loss over the supervised tokens of the evaluation rows, or their pairs of answers or documents, in nats."""
+    """Mean loss over the supervised tokens, pairs or documents of the evaluation rows, in nats."""
     tokens: Whole
     """Number of supervised tokens in the evaluation rows."""
     pair_accuracy: float | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.elastic.causes import is_consequence
+from ray_ulysses.engine.encoder_shape import is_bidirectional
 from ray_ulysses.engine.model import torch_dtype
 from ray_ulysses.engine.model_config import planned_config
 from ray_ulysses.engine.self_test import SelfTestReport, run_self_test
@@ -108,7 +109,7 @@ def attention_settings(config: Config, shape: ModelShape, text_config: Any) -> A
         dtype=torch_dtype(config.model.dtype),
         kernel=config.model.attention,
         windows=layer_windows(text_config),
-        causal=config.objective.task != "masked_lm",
+        causal=not is_bidirectional(config),
         softcap=None if softcap is None else float(softcap),
         has_sinks=text_config.model_type == "gpt_oss",
         head_groups=config.memory.attention_head_groups,

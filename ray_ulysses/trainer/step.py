@@ -349,7 +349,7 @@ def evaluate(
         engine.train()
     dist.all_reduce(totals, group=mesh.group("loss"))
     return [
-        SetLoss(loss_sum / tokens, int(tokens))
+        SetLoss(loss_sum / (tokens or 1), int(tokens))
         if objective is None
         else SetLoss(loss_sum / counted, int(tokens), int(counted), num_right / counted)
         for loss_sum, tokens, counted, num_right in totals.tolist()

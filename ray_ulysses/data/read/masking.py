@@ -53,6 +53,14 @@ class Masking:
     word_starts: NDArray[np.bool_] | None = None
     """Whether each token begins a word; bool [vocab_size]. None if the vocabulary has no words."""
 
+    def refuse_small(self, vocab_size: int) -> None:
+        """Raise UserError if a model's vocabulary lacks the mask token or some of the random tokens."""
+        if self.vocab_size > vocab_size:
+            raise UserError(
+                f"the tokenizer has {self.vocab_size} tokens, but the model's vocab_size is {vocab_size}; prepare the "
+                "corpus with the model's own tokenizer"
+            )
+
     def apply(
         self,
         tokens: NDArray[np.integer],

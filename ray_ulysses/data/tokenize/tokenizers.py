@@ -447,7 +447,9 @@ def load_unchanged(info: TokenizerInfo) -> Tokenizer:
     """
     tokenizer = load_tokenizer(info.name)
     if tokenizer.info.fingerprint != info.fingerprint:
-        raise UserError(f"the files in {info.name} have changed since the corpus was prepared")
+        raise UserError(
+            f"the files in {info.name} have changed since the corpus was prepared; restore them, or prepare it again"
+        )
     return tokenizer
 
 
