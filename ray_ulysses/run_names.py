@@ -12,6 +12,7 @@ in the run's directory                                 content
 ``tracking.json``                                      the MLflow run
 ``trackers/mlflow.json``                               position up to which MLflow has received the journal
 ``masking.json``                                       how tokens are masked, for a masked language model
+``reference-model``                                    digest of the reference model of a preference loss
 ``resumed-from.json``                                  the other run's checkpoint from which the run started
 ``identity``                                           random ID of the directory, which survives a move
 ``session``, ``probe-ID/``, ``refused/SESSION``        messages between a command and its workers
@@ -51,6 +52,7 @@ TRACKING_FILE = "tracking.json"
 CURSOR_FOLDER = "trackers"
 TENSORBOARD_FOLDER = "tensorboard-events"
 MASKING_FILE = "masking.json"
+REFERENCE_FILE = "reference-model"
 ORIGIN_FILE = "resumed-from.json"
 IDENTITY_FILE = "identity"
 SESSION_FILE = "session"

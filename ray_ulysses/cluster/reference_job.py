@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ray_ulysses.evaluation.reference import PreparedReference, ReferenceRequest
 
 _LOOK_EVERY_S = 5.0
+_MAX_RETRIES = 10
 
 
 def run_reference(prepared: PreparedReference, sp_size: int | None, say: Callable[[str], object]) -> None:
@@ -38,13 +39,13 @@ def run_reference(prepared: PreparedReference, sp_size: int | None, say: Callabl
         RunError: A task failed, or the corpus's folder can't be written.
     """
     size, num_groups, is_gpu = group_size(cluster_nodes(), sp_size)
-    missing = prepared.missing()
+    missing, probe = prepared.missing(), prepared.probe()
     # A group takes every n-th part, because the model is loaded once in each group.
     shares = [missing[place::num_groups] for place in range(min(num_groups, len(missing)))]
     each = {"num_gpus": size, "num_cpus": 1} if is_gpu else {"num_cpus": size}
     # Ray repeats a task whose node is lost; the parts that it has stored are not computed again.
-    compute = ray.remote(_compute).options(**each, max_retries=-1)
-    running = [compute.remote(prepared.request, prepared.reference, share, size) for share in shares]
+    compute = ray.remote(_compute).options(**each, max_retries=_MAX_RETRIES)
+    running = [compute.remote(prepared.request, prepared.reference, share, size, probe) for share in shares]
     while running:
         done, running = ray.wait(running, timeout=_LOOK_EVERY_S)
         for answer in done:
@@ -88,13 +89,13 @@ def _raise(answer: Any) -> None:
 
 
 def _compute(
-    request: ReferenceRequest, reference: Reference, parts: list[Part], sp_size: int
+    request: ReferenceRequest, reference: Reference, parts: list[Part], sp_size: int, probe: str
 ) -> UserError | RunError | None:
     """Compute some parts on local processes of a Ray task, and return an error, since Ray would wrap it."""
     configure_logging()
     quiet_libraries()
     try:
-        run_local_ranks(compute_parts, sp_size, request, reference, parts)
+        run_local_ranks(compute_parts, sp_size, request, reference, parts, None, probe)
     except RankDiedError as error:
         return RunError(
             f"--sp-size={sp_size}: process {error.rank} ended with {error.how} ({error.last_line}); use more processes "

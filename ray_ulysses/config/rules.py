@@ -395,11 +395,25 @@ def _documents_stay_whole(config: Config) -> Iterator[Problem]:
     if config.objective.needs_reference and isinstance(config.model.rope, RopeSection):
         rule = f"changes the positions, but objective.kind={kind} compares with the model in model.path as it is stored"
         yield problem_of(config, "model.rope", rule, "set model.path to an export of the model with these positions")
+    if config.objective.needs_reference:
+        yield from _start_is_the_reference(config)
     if config.objective.counts == "documents" and config.model.adapter is not None:
         rule = f"would leave the head frozen, which objective.kind={kind} trains"
         yield problem_of(config, "model.adapter", rule, "remove it; model.freeze can freeze other parameters")
     if len(config.objective.classes) == 1:
         yield problem_of(config, "objective.classes", "has a single class", "name at least two classes")
+
+
+def _start_is_the_reference(config: Config) -> Iterator[Problem]:
+    kind, adapter = config.objective.kind, config.model.adapter
+    starts = {"model.base_dtype": config.model.base_dtype if config.model.base_dtype != "bf16" else None,
+              "model.resume_from": config.model.resume_from,
+              "model.adapter.from": None if adapter is None else adapter.from_}  # fmt: skip
+    for name, value in starts.items():
+        if value is not None:
+            rule = f"changes the model at the start, but the reference of objective.kind={kind} is model.path as stored"
+            hint = "remove it; a model with these weights can be exported and set as model.path"
+            yield Problem(path=name, value=str(value), rule=rule, hint=hint)
 
 
 def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:

@@ -37,6 +37,7 @@ class FileTensor:
     shape: tuple[int, ...]
     offset: int
     """Offset of the tensor's first byte in the file."""
+    num_bytes: int
 
 
 def file_tensors(directory: Path) -> dict[str, FileTensor]:
@@ -53,11 +54,13 @@ def file_tensors(directory: Path) -> dict[str, FileTensor]:
             header = parse_json(stream.read(length))
         for tensor, fields in header.items():
             if tensor != "__metadata__":
+                start, stop = fields["data_offsets"]
                 found[tensor] = FileTensor(
                     file=name,
                     dtype=fields["dtype"],
                     shape=tuple(fields["shape"]),
-                    offset=8 + length + fields["data_offsets"][0],
+                    offset=8 + length + start,
+                    num_bytes=stop - start,
                 )
     return found
 

@@ -62,8 +62,9 @@ def predict_classes(
     """
     confusion = np.zeros((len(classes), len(classes)), dtype=np.int64)
     losses = []
-    places = choose_documents(held.lengths, longest=longest, max_tokens=max_tokens, seed=seed)
-    for place in (place for place in places if held.lengths[place] <= longest):
+    fitting = np.flatnonzero(held.lengths <= longest)
+    places = fitting[choose_documents(held.lengths[fitting], longest=longest, max_tokens=max_tokens, seed=seed)]
+    for place in places.tolist():
         corpus, local = held.corpora.locate(int(held.numbers[place]))
         own = classes.index(corpus.info.classes[corpus.labels[local]])
         tokens = torch.from_numpy(held.read(place, 0, int(held.lengths[place]))).to(device)

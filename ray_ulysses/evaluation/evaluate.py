@@ -103,6 +103,9 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
             f"--lengths: rows of {lengths[-1]} tokens exceed the model's table of {source.num_positions} positions, "
             f"which, unlike rotary positions, can't be extended; use lengths of at most {source.num_positions}"
         )
+    left_out = int((held.longest_texts > lengths[-1]).sum())
+    if left_out and (held.are_pairs or source.classifies):
+        notes.append(f"{left_out:,} documents with more than {lengths[-1]:,} tokens (--lengths) were left out")
     rotary = source.rotary_positions
     if rotary is not None and lengths[-1] > max(rotary, source.context_tokens):
         notes.append(
@@ -127,13 +130,15 @@ def _masking(request: EvaluationRequest, source: ModelSource, held: HeldOut) -> 
     if request.run_dir is not None:
         return read_masking(request.run_dir)
     objective, tokenizer = source.config.objective, find_tokenizer(held, request.tokenizer, request.model_dir)
-    return masking_with(
+    masking = masking_with(
         tokenizer,
         seed=request.seed,
         fraction=objective.mask_fraction,
         unit=objective.mask_unit,
         replace=objective.mask_replacement,
     )
+    masking.refuse_small(source.vocab_size)
+    return masking
 
 
 def _contexts(

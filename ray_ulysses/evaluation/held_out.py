@@ -56,6 +56,11 @@ class HeldOut:
         masked, is_predicted = self.masking.apply(tokens, document=key, first=start, may_predict=may_predict)
         return Passage(tokens=tokens, is_scored=is_scored & is_predicted, masked_tokens=masked)
 
+    @property
+    def longest_texts(self) -> NDArray[np.integer]:
+        """Number of tokens of each document or, for a pair, of its longer text."""
+        return np.concatenate([corpus.text_lengths for corpus in self.corpora.corpora])[self.numbers]
+
     def pair(self, place: int) -> tuple[Passage, Passage]:
         """Read the texts with the chosen and the rejected answer of the pair at an index of ``numbers``."""
         corpus, local = self.corpora.locate(int(self.numbers[place]))

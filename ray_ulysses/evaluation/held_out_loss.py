@@ -55,9 +55,9 @@ def pair_preference(held: HeldOut, score: Score, *, longest: int, max_tokens: in
 
     Pairs with a text of more than ``longest`` tokens are left out. Stops after the pair that reaches ``max_tokens``.
     """
-    places = choose_documents(held.lengths, longest=2 * longest, max_tokens=max_tokens, seed=seed)
-    chosen = [pair for pair in map(held.pair, places) if max(one.tokens.size for one in pair) <= longest]
-    chosen = [pair for pair in chosen if all(one.is_scored.any() for one in pair)]
+    fitting = np.flatnonzero(held.longest_texts <= longest)
+    places = fitting[choose_documents(held.lengths[fitting], longest=2 * longest, max_tokens=max_tokens, seed=seed)]
+    chosen = [pair for pair in map(held.pair, places.tolist()) if all(one.is_scored.any() for one in pair)]
     texts = [one for pair in chosen for one in pair]
     sums = np.array([-scores.losses.sum() for scores in score(iter(texts))]).reshape(-1, 2)
     means = sums / np.array([one.is_scored.sum() for one in texts]).reshape(-1, 2)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ray_ulysses.attention.ulysses import apply_ulysses
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model, refuse_architecture
-from ray_ulysses.engine.model_config import described_config, stored_positions
+from ray_ulysses.engine.model_config import described_config, objective_of, stored_positions
 from ray_ulysses.engine.plugins import load_plugins
 from ray_ulysses.engine.text_part import is_multimodal
 from ray_ulysses.errors import RunError
@@ -173,29 +173,28 @@ def directory_config(path: Path | str, dtype: DType) -> Config:
         # The engine does not support fp16, so fp16 weights are computed in fp32.
         stored = str(fields.get("dtype") or fields.get("torch_dtype"))
         dtype = "bf16" if stored.removeprefix("torch.") == "bfloat16" else "fp32"
+    part, objective = _trained(path)
     tree = {
         "run": {"name": "evaluation", "storage": str(path)},
-        "model": {"path": str(path), "init": "pretrained", "dtype": dtype, "part": _part(path)},
-        "data": {"path": str(path), "context_tokens": 1024, "rows_per_step": 1},
+        "model": {"path": str(path), "init": "pretrained", "dtype": dtype, "part": part},
+        "data": {"path": str(path), "context_tokens": 1024, "rows_per_step": 1, "overlong": "drop"},
         "optimizer": {"lr": 1e-5},  # required with pretrained weights, and not used
         "memory": {"gradient_checkpointing": False},
-        "objective": {"kind": "mlm" if _predicts_masks(fields) else "next_token"},
+        "objective": objective,
         "cluster": {"workers": 1},
     }
     return parse_config(tree)
 
 
-def _predicts_masks(fields: dict[str, Any]) -> bool:
-    architectures = fields.get("architectures") or [""]
-    return isinstance(architectures, list) and str(architectures[0]).endswith("ForMaskedLM")
-
-
-def _part(path: Path | str) -> str:
+def _trained(path: Path | str) -> tuple[str, dict[str, Any]]:
+    """Return the values of ``model.part`` and ``objective`` for which a stored model was trained."""
     from transformers import AutoConfig
 
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception:
         # Transformers may raise any exception here. Loading the model later reports the cause.
-        return "whole"
-    return "text" if is_multimodal(found) else "whole"
+        return "whole", {}
+    kind = objective_of(found)
+    classes = {"classes": [str(found.id2label[number]) for number in range(found.num_labels)]}
+    return "text" if is_multimodal(found) else "whole", {"kind": kind, **(classes if kind == "classification" else {})}

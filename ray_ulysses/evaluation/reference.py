@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch, shard_batch
 from ray_ulysses.attention.ulysses import apply_ulysses
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.corpus.reference import Reference, commit, find_reference, missing_parts, parts_of, write_part
+from ray_ulysses.data.corpus.reference import Reference, commit, has_reference, missing_parts, parts_of, write_part
 from ray_ulysses.engine.model import build_model, refuse_architecture
 from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.engine.model_digest import model_digest
@@ -70,7 +70,23 @@ class PreparedReference:
     @property
     def is_complete(self) -> bool:
         """Whether the values of all pairs are committed."""
-        return find_reference(self.corpus, self.reference) is not None
+        return has_reference(self.corpus, self.reference)
+
+    def probe(self) -> str:
+        """Check that the corpus's folder can be written, by creating a key in it, and return the key.
+
+        Raises:
+            RunError: The folder can't be written.
+        """
+        key = f"{self.reference.folder}/probe"
+        try:
+            self.store.replace(key, [b""])
+        except OSError as error:
+            raise RunError(
+                f"CORPUS={self.request.corpus}: can't be written ({error.strerror or error}), but it stores the "
+                "log-probabilities; make it writable, or copy the corpus"
+            ) from error
+        return key
 
     def missing(self) -> list[Part]:
         """Return the parts that are not stored yet."""
@@ -100,13 +116,13 @@ def prepare_reference(request: ReferenceRequest) -> PreparedReference:
     text, longest = hf_config.get_text_config(decoder=True), int(corpus.text_lengths.max())
     if corpus.info.max_token_id >= text.vocab_size:
         raise UserError(
-            f"--model={request.model}: has {text.vocab_size} tokens, but the corpus contains token "
+            f"--model={request.model}: has a vocabulary of {text.vocab_size} tokens, but the corpus contains token "
             f"{corpus.info.max_token_id}; prepare the corpus with the model's own tokenizer"
         )
     if num_positions is not None and longest > num_positions:
         raise UserError(
-            f"--model={request.model}: has a table of {num_positions} positions, but an answer of the corpus has "
-            f"{longest} tokens; leave out longer answers"
+            f"--model={request.model}: has a table of {num_positions} positions, but the longest prompt with its "
+            f"answer has {longest} tokens; remove such pairs from the sources, and prepare the corpus again"
         )
     reference = Reference(
         corpus=corpus.fingerprint, digest=model_digest(request.model), dtype=request.dtype, model=request.model
@@ -128,26 +144,31 @@ def compute_parts(
     reference: Reference,
     parts: Sequence[Part],
     ring_size: int | None = None,
-) -> None:
-    """Compute and store some parts. All ranks of the world, which share each row, must call this function.
+    probe: str = "",
+) -> int:
+    """Compute and store some parts, and return their number.
+
+    All ranks of the world, which share each row, must call this function.
 
     Args:
         device: This rank's device.
-        say: Called on the first rank with the number of stored parts, as text.
+        say: Not called.
         request: The options.
-        reference: What the command has found.
+        reference: The reference model that the command identified.
         parts: Ranges of documents; those stored meanwhile are left out.
         ring_size: Number of ranks in a ring; chosen automatically if None.
+        probe: Key in the corpus's folder that the command has created, to recognize a folder that is not shared.
 
     Raises:
         UserError: This node sees another corpus or model, or the model can't be computed exactly on this mesh.
         RunError: A log-probability is not finite.
     """
     prepared, world_size = prepare_reference(request), dist.get_world_size()
-    if replace(prepared.reference, model=reference.model) != reference:
+    is_shared = not probe or probe in prepared.store.list(prepared.reference.folder)
+    if replace(prepared.reference, model=reference.model) != reference or not is_shared:
         raise UserError(
-            f"CORPUS={request.corpus}, --model={request.model}: a node sees another corpus or model than the command; "
-            "use paths that are shared by all nodes"
+            f"CORPUS={request.corpus}, --model={request.model}: this node reads another corpus or model than the "
+            "command; use paths that are shared by all nodes"
         )
     # The first rank lists for all ranks, because another command may store parts meanwhile.
     listed: list[Any] = [prepared.missing() if dist.get_rank() == 0 else None]
@@ -155,7 +176,8 @@ def compute_parts(
     ring_size = automatic_ring_size(world_size, prepared.num_heads) if ring_size is None else ring_size
     mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
     model, stored = load_reference(prepared.config, mesh, device), prepared.store
-    for number, part in enumerate([one for one in parts if one in listed[0]], start=1):
+    left = [one for one in parts if one in listed[0]]
+    for part in left:
         values = np.concatenate([*log_probs(prepared.corpus, part, model, mesh, device)])
         if not np.isfinite(values).all():
             raise RunError(
@@ -164,7 +186,7 @@ def compute_parts(
             )
         if mesh.sp_rank == 0:
             write_part(stored, reference, part, values)
-        say(f"{number}")
+    return len(left)
 
 
 def load_reference(config: Config, mesh: SequenceMesh, device: torch.device) -> Any:

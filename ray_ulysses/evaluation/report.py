@@ -232,8 +232,11 @@ class ClassReport:
 
     @property
     def macro_f1(self) -> float:
-        """Mean F1 over the classes."""
-        return sum(self.scores(number)[2] for number in range(len(self.classes))) / len(self.classes)
+        """Mean F1 over the classes that a document has or is predicted to have."""
+        seen = [
+            number for number, row in enumerate(self.confusion) if sum(row) + sum(one[number] for one in self.confusion)
+        ]
+        return sum(self.scores(number)[2] for number in seen) / len(seen)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,6 @@ from ray_ulysses.config.job_paths import relative_path_problems
 from ray_ulysses.config.resume import STAGES, branch_changes
 from ray_ulysses.config.stages import corpus_paths, in_stage, stage_config
 from ray_ulysses.data.corpus.corpus import Corpus, corpus_exists
-from ray_ulysses.data.corpus.format import ordered_classes
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.drawing import longest_planned
 from ray_ulysses.data.plan.plan import Plan
@@ -43,15 +42,16 @@ from ray_ulysses.planner.report import PlanReport, build_report, report_run_of_s
 from ray_ulysses.planner.search import Chosen, chosen_settings
 from ray_ulysses.planner.stages import stage_plans, stages_of, stand_in_documents
 from ray_ulysses.run.checkpoint_store import checkpoint_location, run_dir_answers, storage_answers
+from ray_ulysses.run.classes import class_problems, with_classes
 from ray_ulysses.run.masks import read_masking, run_masking, store_masking
 from ray_ulysses.run.origin import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
 from ray_ulysses.run.planning import plan_run, store_plan
-from ray_ulysses.run.reference import reference_notes, reference_problems
+from ray_ulysses.run.reference import pin_reference, reference_digest, reference_notes, reference_problems
 from ray_ulysses.run.sample_prompts import read_prompts
 from ray_ulysses.run.settings import ResolvedRun, last_step_of, model_shape, resolve_run
 from ray_ulysses.run.start_point import committed_step
 from ray_ulysses.run.stored_run import StoredRun, misfit, other_plan, read_stored_run
-from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
+from ray_ulysses.run_names import CONFIG_FILE, MASKING_FILE, PLAN_FOLDER, REFERENCE_FILE
 from ray_ulysses.storage.hub import is_id
 from ray_ulysses.storage.place import is_file, open_store
 from ray_ulysses.storage.probe import check_storage
@@ -86,9 +86,11 @@ class PreparedRun:
     local_bytes: int
     """Memory in bytes that a local Ray cluster with all workers would use on this machine."""
     origin: Origin | None = None
+    """Another run's checkpoint that this run starts from."""
     masking: Masking | None = None
     """How tokens are masked, if the model is a masked language model."""
-    """Another run's checkpoint that this run starts from."""
+    reference: str | None = None
+    """Digest of the reference model, if the objective has one."""
 
     def read_again(self) -> PreparedRun:
         """Read the stored state again. The state can no longer change once the caller holds the run's claim."""
@@ -153,8 +155,9 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False, stored: Sto
         UserError: The model's configuration or a corpus can't be read, or the corpora contain no rows.
     """
     relative = relative_path_problems(config, base, os.environ)
-    config = with_classes(config.with_absolute_paths(base))
+    config = config.with_absolute_paths(base)
     stored = read_stored_run(config) if stored is None else stored
+    config = with_classes(config, stored.config if stored.has_begun else None)
     problems = [*relative, *_tracking_problems(config), *stored.conflicts(config, branch=branch)]
     problems += _plugin_problems(config)
     try:
@@ -220,8 +223,9 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
     masking, mask_problems = _masking(config, corpora.corpora[0], stored_run, shape.vocab_size)
     problems += mask_problems
     documents = (*corpora.corpora, *validation.corpora)
-    problems += _objective_problems(config, documents)
-    problems += () if problems else reference_problems(config, documents, partial(_setting_of, config))
+    problems += (*_objective_problems(config, documents), *class_problems(config))
+    digest = reference_digest(config, has_begun=stored_run.has_begun) if not problems else None
+    problems += reference_problems(config, digest, documents, partial(_setting_of, config))
     for corpus in validation.corpora:
         problems += vocabulary_problems(
             corpus.info.max_token_id, shape.vocab_size, str(corpus.folder), "data.validation"
@@ -243,20 +247,8 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
         local_bytes=local_bytes(config, shape),
         origin=_origin(run, plan),
         masking=masking,
+        reference=digest,
     )
-
-
-def with_classes(config: Config) -> Config:
-    """Return the configuration with the names of the corpora's classes, unless they are set or not needed.
-
-    Raises:
-        UserError: A corpus can't be read.
-    """
-    if config.objective.kind != "classification" or config.objective.classes:
-        return config
-    there = [Corpus.open(path) for path in corpus_paths(config) if corpus_exists(path)]
-    classes = ordered_classes(name for corpus in there for name in corpus.info.classes)
-    return config.model_copy(update={"objective": config.objective.model_copy(update={"classes": classes})})
 
 
 def _noise_notes(config: Config) -> tuple[str, ...]:
@@ -268,6 +260,8 @@ def _masking(
     config: Config, corpus: Corpus, stored_run: StoredRun, vocab_size: int
 ) -> tuple[Masking | None, tuple[Problem, ...]]:
     """Return the run's masking, if its model is a masked language model, or the problem that prevents it."""
+    if config.objective.task != "masked_lm":
+        return None, ()
     try:
         stored = read_masking(config.run_dir) if stored_run.has_begun else None
         masking = stored or run_masking(config, corpus.info.tokenizer)
@@ -478,11 +472,14 @@ def claim_directory(prepared: PreparedRun) -> None:
     config = prepared.config
     if not prepared.stored.has_begun and num_segments(config.run_dir / PLAN_FOLDER):
         # An earlier command failed before its first attempt and left its plan behind.
-        open_store(config.run_dir).delete(PLAN_FOLDER)
+        for name in (PLAN_FOLDER, MASKING_FILE, REFERENCE_FILE):
+            open_store(config.run_dir).delete(name)
     store_plan(config, prepared.new, prepared.stored_plan)
     pin_origin(config, prepared.origin)
     if prepared.masking is not None:
         store_masking(config.run_dir, prepared.masking)
+    if prepared.reference is not None:
+        pin_reference(config.run_dir, prepared.reference)
     open_store(config.run_dir).replace(CONFIG_FILE, [config.to_yaml().encode()])
 
 

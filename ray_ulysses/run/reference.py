@@ -6,28 +6,59 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ray_ulysses.data.corpus.reference import Reference, find_reference, stored_references
+from ray_ulysses.data.corpus.reference import Reference, has_reference, stored_references
 from ray_ulysses.engine.model_digest import model_digest
 from ray_ulysses.errors import Problem
+from ray_ulysses.run_names import REFERENCE_FILE
+from ray_ulysses.storage.place import Place, is_file, open_store
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.data.corpus.corpus import Corpus
 
 
+def reference_digest(config: Config, *, has_begun: bool) -> str | None:
+    """Return the digest of the run's reference model, or None if it has none. A run keeps its first reference model.
+
+    Raises:
+        UserError: The model can't be read.
+    """
+    if not config.objective.needs_reference:
+        return None
+    return (pinned_reference(config.run_dir) if has_begun else None) or model_digest(str(config.model.path))
+
+
+def pin_reference(run_dir: Place, digest: str) -> None:
+    """Store the digest of the run's reference model in its directory."""
+    open_store(run_dir).replace(REFERENCE_FILE, [digest.encode()])
+
+
+def pinned_reference(run_dir: Place) -> str | None:
+    """Return the digest in a run's directory, or None if there is none."""
+    if not is_file(run_dir / REFERENCE_FILE):
+        return None
+    return bytes(open_store(run_dir).read_whole(REFERENCE_FILE)).decode("ascii", "replace")
+
+
 def reference_problems(
-    config: Config, corpora: Sequence[Corpus], setting_of: Callable[[str], str]
+    config: Config, digest: str | None, corpora: Sequence[Corpus], setting_of: Callable[[str], str]
 ) -> Iterator[Problem]:
     """Yield a problem for each corpus without log-probabilities under the run's reference model, if it has one.
 
+    Args:
+        config: The run's configuration.
+        digest: Digest of the reference model.
+        corpora: The run's corpora.
+        setting_of: Returns the setting that names a corpus.
+
     Raises:
-        UserError: The model or the stored values can't be read.
+        UserError: The stored values can't be read.
     """
-    if not config.objective.needs_reference:
+    if digest is None:
         return
-    digest, model, dtype = model_digest(str(config.model.path)), str(config.model.path), config.model.dtype
+    model, dtype = str(config.model.path), config.model.dtype
     for corpus in corpora:
-        if find_reference(corpus, reference_of(config, corpus, digest)) is not None:
+        if has_reference(corpus, reference_of(config, corpus, digest)):
             continue
         path, others = str(corpus.folder), []
         for one in stored_references(corpus):

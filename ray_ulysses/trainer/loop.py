@@ -176,7 +176,7 @@ def _run(
         engine.train()
         reader, evaluation_reader = open_rows(config, stage.plan)
         position = resume(engine, start, whole, recorder)
-        opened = open_references(config, worker, context.messenger, evaluation_reader.sources)
+        opened = open_references(config, worker.device, evaluation_reader.sources)
         references = None if opened is None else opened.of
         attempt = _Attempt(
             context=context,
@@ -449,7 +449,7 @@ def open_rows(config: Config, plan: Plan) -> tuple[RowReader, RowReader]:
         known[fingerprint] = replace(known[fingerprint], path=path)
     # Evaluations number the documents of validation corpora after those of the training corpora.
     trained, all_known = CorpusSet(tuple(known.values())[: len(sources)]), CorpusSet(tuple(known.values()))
-    masking = read_masking(config.run_dir)
+    masking = read_masking(config.run_dir) if config.objective.task == "masked_lm" else None
     return RowReader(trained, plan, masking), RowReader(all_known, plan, masking)
 
 

@@ -73,6 +73,6 @@ def row_loss(
 def combined(found: Sequence[SetLoss]) -> SetLoss:
     """Return the result of several sets together."""
     tokens, counted = sum(one.tokens for one in found), sum(one.counted for one in found)
-    loss = math.fsum(one.loss * (one.counted or one.tokens) for one in found) / (counted or tokens)
+    loss = math.fsum(one.loss * (one.counted or one.tokens) for one in found) / (counted or tokens or 1)
     accuracy = math.fsum((one.accuracy or 0.0) * one.counted for one in found) / counted if counted else None
     return SetLoss(loss, tokens, counted, accuracy)

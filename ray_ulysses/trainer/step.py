@@ -403,9 +403,9 @@ def _agree(
     if routers is not None and is_finite:
         routers.balance(sums[first_router:])
     return StepResult(
-        loss=loss_sum / weight,
-        z_loss=added[0] / weight,
-        router_loss=added[1] / weight,
+        loss=loss_sum / (weight or 1),
+        z_loss=added[0] / (weight or 1),
+        router_loss=added[1] / (weight or 1),
         grad_norm=grad_norm,
         is_finite=is_finite,
         bad_rows=tuple(row for row, value in zip(rows, row_losses, strict=False) if not math.isfinite(value)),

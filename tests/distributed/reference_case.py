@@ -7,13 +7,14 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.corpus.reference import Part, Reference
+from ray_ulysses.data.corpus.reference import Part, Reference, write_part
 from ray_ulysses.evaluation.reference import PreparedReference, ReferenceRequest, compute_parts, prepare_reference
 from tests.distributed.harness import run_ranks
 
@@ -63,15 +64,16 @@ def compute_rank(
 
     ``dies_after``: the first rank is killed after it has stored this number of parts.
     """
-    said = []
+    written = []
 
-    def say(number: str) -> None:
-        said.append(number)
-        if rank == 0 and dies_after is not None and int(number) == dies_after:
+    def write_and_die(*arguments: Any) -> None:
+        write_part(*arguments)
+        written.append(arguments)
+        if len(written) == dies_after:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    compute_parts(torch.device("cpu"), say, request, reference, parts, ring_size)
-    return len(said)
+    with patch("ray_ulysses.evaluation.reference.write_part", write_and_die):
+        return compute_parts(torch.device("cpu"), lambda text: None, request, reference, parts, ring_size)
 
 
 def reference_run(

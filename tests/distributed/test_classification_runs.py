@@ -24,7 +24,8 @@ from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.inspect.verification import verify_run
 from ray_ulysses.planner.stages import stage_at
-from ray_ulysses.run.preflight import prepare_run, with_classes
+from ray_ulysses.run.classes import with_classes
+from ray_ulysses.run.preflight import prepare_run
 from ray_ulysses.tracking.events import Evaluated
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.loop import rate_of_step
@@ -75,10 +76,10 @@ def test_a_run_is_a_plain_loop_over_documents(tmp_path: Path, capsys: pytest.Cap
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **fields)).save_pretrained(base)
     start = {"model__init": "pretrained", "model__path": str(base)}
     wide = {"cluster__workers": 4, "parallel__sp_size": 2, "memory__zero_stage": 3, **start}
-    config = with_classes(make_config(tmp_path, path, **settings_of(run__stop_step=3, **wide)))
+    config = with_classes(make_config(tmp_path, path, **settings_of(run__stop_step=3, **wide)), None)
     assert train(config, "first") == ("finished", 3)
     narrow = {"cluster__workers": 2, "parallel__sp_size": 2, "parallel__ring_size": 2, "memory__zero_stage": 1, **start}
-    config = with_classes(make_config(tmp_path, path, **settings_of(run__stop_step=STEPS, **narrow)))
+    config = with_classes(make_config(tmp_path, path, **settings_of(run__stop_step=STEPS, **narrow)), None)
     assert train(config, "second") == ("finished", STEPS)
     assert verify_run(config.run_dir).holds
 

@@ -85,12 +85,17 @@ def test_a_run_is_a_plain_loop_with_two_models(tmp_path: Path, kind: str, layout
         data__validation=[str(paths[2])], **smoothed,
     )  # fmt: skip
     for session, stop in zip(layouts, (3, STEPS), strict=True):
+        if stop == STEPS:
+            # The run keeps the reference model with which it began, even if another one takes its place.
+            model_then = (tmp_path / "model" / "model.safetensors").read_bytes()
+            stored_model(tmp_path / "model", seed=77)
         config = make_config(tmp_path, paths[0], run__stop_step=stop, **settings, **LAYOUTS[session])
         if session == "killed":
             train_to_death(config, session, (1, "step", stop))
         else:
             assert train(config, session) == ("finished", stop)
     assert verify_run(config.run_dir).holds
+    (tmp_path / "model" / "model.safetensors").write_bytes(model_then)
 
     plan = load_plan(config.run_dir / "plan")
     corpora = CorpusSet((*plan.newest.sources, *plan.newest.validation))

@@ -27,7 +27,7 @@ from ray_ulysses.evaluation.run_evaluation import evaluate_locally
 from ray_ulysses.inspect.verification import verify_run
 from ray_ulysses.planner.stages import stage_at
 from ray_ulysses.run.masks import read_masking
-from ray_ulysses.run.preflight import prepare_run
+from ray_ulysses.run.preflight import claim_directory, prepare_run
 from ray_ulysses.tracking.events import Evaluated
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.loop import open_rows, rate_of_step
@@ -179,6 +179,34 @@ def check_evaluation_and_export(run_dir: Path, model: Any) -> None:
         torch.testing.assert_close(exported(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-3, atol=1e-4)
     again = prepare_evaluation(replace(request, model=out, is_run=False, data=held.corpora.corpora[0].path))
     assert again.held.masking is not None and again.held.masking.word_starts is not None
+
+
+def test_a_run_that_has_not_begun_leaves_no_masks_behind(tmp_path: Path) -> None:
+    path = corpus_of(tmp_path / "texts", mask_tokenizer(tmp_path / "tokenizer"))
+    config = make_config(tmp_path, path, run__stop_step=1, **settings_of("bert"))
+    claim_directory(prepare_run(config, Path("/")))
+    assert read_masking(config.run_dir) is not None
+    config = make_config(tmp_path, path, run__stop_step=1, data__rows_per_step=4)
+    claim_directory(prepare_run(config, Path("/")))
+    assert read_masking(config.run_dir) is None
+
+
+def test_a_step_without_a_token_to_predict_has_no_loss(tmp_path: Path) -> None:
+    tokenizer = mask_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "texts").mkdir()
+    # The vocabulary has no accents, so all tokens are unknown.
+    for number in range(8):
+        (tmp_path / "texts" / f"{number}.txt").write_text("é " * 60 + "è " * number)
+    request = PrepareRequest(
+        sources=SourceSpec(paths=(str(tmp_path / "texts"),)), out=tmp_path / "corpus", tokenizer=str(tokenizer)
+    )
+    prepare_local(request)
+    changes = {"data__rows_per_step": 2, "data__eval_fraction": 0.3, "data__eval_rows": 1}
+    few = {"cluster__workers": 1, "parallel__sp_size": 1, "run__stop_step": 1, "run__eval_every_steps": 1}
+    config = make_config(tmp_path, tmp_path / "corpus", **settings_of("bert", **changes, **few))
+    assert train(config, "first") == ("finished", 1)
+    (step,) = read_history(config.run_dir).steps
+    assert (step.loss, step.grad_norm) == (0.0, 0.0)
 
 
 def test_what_masks_need_is_refused_before_a_worker_starts(tmp_path: Path) -> None:

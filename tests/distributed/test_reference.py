@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.corpus.reference import find_reference
+from ray_ulysses.data.corpus.reference import read_reference
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.reference import PreparedReference, ReferenceRequest, prepare_reference
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
@@ -20,9 +20,9 @@ from tests.distributed.test_pair_runs import pair_corpus
 
 
 def values_of(prepared: PreparedReference) -> np.ndarray:
-    found = find_reference(prepared.corpus, prepared.reference)
+    found = read_reference(prepared.corpus, prepared.reference)
     assert found is not None
-    return np.stack([found.read(document) for document in range(prepared.corpus.num_documents)])
+    return found
 
 
 def files_of(corpus: Path) -> dict[str, bytes]:

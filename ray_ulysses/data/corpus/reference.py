@@ -100,27 +100,29 @@ def commit(store: Store, reference: Reference, parts: Sequence[Part]) -> None:
         values = np.frombuffer(content, VALUE.newbyteorder("<"), count=min(2 * (part[1] - part[0]), len(content) // 8))
         expected, info = flat_content(values)
         if content != expected or values.size != 2 * (part[1] - part[0]) or not np.isfinite(values).all():
-            raise UserError(f"{_key(reference, part)} in the corpus's folder is damaged; delete it, and start again")
+            name = _key(reference, part)
+            raise UserError(
+                f"{name} in the corpus's folder is damaged; delete it, and run `ray-ulysses reference` again"
+            )
         files.append(info)
     stored = asdict(_Stored(reference=reference, parts=tuple(parts), files=tuple(files)))
     create_if_absent(store, f"{reference.folder}/{REFERENCE_FILE}", json.dumps(stored).encode())
 
 
-class ReferenceValues:
-    """Log-probabilities of a corpus's pairs under a reference model. Reads raise UserError if a file is damaged."""
+def has_reference(corpus: Corpus, reference: Reference) -> bool:
+    """Return whether a reference model's values of all pairs are committed.
 
-    def __init__(self, folder: FileStore, stored: _Stored) -> None:
-        self.reference = stored.reference
-        keys = [_key(self.reference, part) for part in stored.parts]
-        self._files = FlatFiles(folder, keys, stored.files, VALUE, unreadable=_unreadable, retry=RETRY)
-
-    def read(self, document: int) -> NDArray[np.float64]:
-        """Return the log-probabilities of a pair's chosen and rejected answer."""
-        return self._files.read(2 * document, 2)
+    Raises:
+        UserError: The file that commits them is damaged.
+    """
+    return _read(corpus.folder, reference.folder) is not None
 
 
-def find_reference(corpus: Corpus, reference: Reference) -> ReferenceValues | None:
-    """Return a reference model's values if all of them are stored.
+def read_reference(corpus: Corpus, reference: Reference) -> NDArray[np.float64] | None:
+    """Return the log-probabilities of each pair's chosen and rejected answer, or None if they are not committed.
+
+    Returns:
+        fp64 ``[documents, 2]``: 16 bytes for each pair.
 
     Raises:
         UserError: The values can't be read.
@@ -128,8 +130,10 @@ def find_reference(corpus: Corpus, reference: Reference) -> ReferenceValues | No
     stored = _read(corpus.folder, reference.folder)
     if stored is None:
         return None
-    assert stored.parts[-1][1] == corpus.num_documents
-    return ReferenceValues(corpus.folder, stored)
+    keys = [_key(reference, part) for part in stored.parts]
+    files = FlatFiles(corpus.folder, keys, stored.files, VALUE, unreadable=_unreadable, retry=RETRY)
+    values = [files.read(2 * first, 2 * (stop - first)) for first, stop in stored.parts]
+    return np.concatenate(values).astype(VALUE).reshape(-1, 2)
 
 
 def stored_references(corpus: Corpus) -> list[Reference]:

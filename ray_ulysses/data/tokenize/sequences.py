@@ -2,7 +2,7 @@
 
 ``chars:ACGTN`` has one token per letter; ``chars:dna`` and ``chars:protein`` are names of common alphabets. ``kmer:6``
 has one token for each six bases, without overlap, and single letters for the rest of a run of bases and for ``N``, as
-the Nucleotide Transformer has them (https://doi.org/10.1038/s41592-024-02523-z). Letters have upper case.
+the Nucleotide Transformer has them (https://doi.org/10.1038/s41592-024-02523-z). Letters are case-sensitive.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import make_folders, write_text
 from ray_ulysses.storage.block_cache import cache_folder
@@ -98,7 +99,8 @@ class SequenceVocabulary:
 
     def folder(self, name: str) -> Path:
         """Return the folder of the tokenizer for Transformers, which is in this node's cache."""
-        folder = cache_folder("tokenizers") / name.replace(":", "-").replace("*", "stop")
+        # A hash, because some file systems ignore case.
+        folder = cache_folder("tokenizers") / f"{name.partition(':')[0]}-{stable_hash([self.letters, self.k])}"
         make_folders(folder)
         for file, content in self._files().items():
             text = json.dumps(content, indent=2) + "\n"

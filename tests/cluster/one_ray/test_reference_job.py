@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ray_ulysses.cluster.reference_job import run_reference
-from ray_ulysses.data.corpus.reference import find_reference
+from ray_ulysses.data.corpus.reference import read_reference
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.reference import ReferenceRequest, prepare_reference
 from tests.distributed.reference_case import plain_pair, stored_model
@@ -24,15 +24,15 @@ def test_groups_of_processes_compute_all_parts_and_a_model_that_changes_is_refus
     prepared, said = prepare_reference(request), list[str]()
     assert len(prepared.parts) == 2, "each is a group's"
     run_reference(prepared, None, said.append)
-    values = find_reference(prepared.corpus, prepared.reference)
+    values = read_reference(prepared.corpus, prepared.reference)
     assert values is not None and said[-1].endswith(f"{len(prepared.parts)} of {len(prepared.parts)} parts are stored")
     with torch.no_grad():
         for document in range(prepared.corpus.num_documents):
             wanted = plain_pair(model, prepared.corpus, document)[0].numpy()
-            np.testing.assert_allclose(values.read(document), wanted, rtol=1e-6)
+            np.testing.assert_allclose(values[document], wanted, rtol=1e-6)
 
     other = prepare_reference(ReferenceRequest(corpus=str(path), model=str(tmp_path / "model"), dtype="bf16"))
     stored_model(tmp_path / "model", seed=6)
-    with pytest.raises(UserError, match="sees another corpus or model"):
+    with pytest.raises(UserError, match="reads another corpus or model"):
         run_reference(other, None, said.append)
     assert not other.is_complete

@@ -13,9 +13,9 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.reference import (
     Reference,
     commit,
-    find_reference,
     missing_parts,
     parts_of,
+    read_reference,
     stored_references,
     write_part,
 )
@@ -53,7 +53,7 @@ def test_parts_are_kept_and_values_exist_once_committed(
     for first, stop in parts[:2]:
         write_part(store, reference, (first, stop), values[first:stop])
     assert missing_parts(store, reference, parts) == parts[2:]
-    assert find_reference(corpus, reference) is None and stored_references(corpus) == []
+    assert read_reference(corpus, reference) is None and stored_references(corpus) == []
     with pytest.raises(FileNotFoundError):
         commit(store, reference, parts)
     for first, stop in parts:
@@ -61,12 +61,12 @@ def test_parts_are_kept_and_values_exist_once_committed(
         write_part(store, reference, (first, stop), values[first:stop])
     commit(store, reference, parts)
     commit(store, reference, parts)
-    found = find_reference(Corpus.open(place), reference)
+    found = read_reference(Corpus.open(place), reference)
     assert found is not None
-    np.testing.assert_array_equal([found.read(one) for one in range(corpus.num_documents)], values)
+    np.testing.assert_array_equal(found, values)
     assert stored_references(corpus) == [reference]
     for other in ({"corpus": "prepared again"}, {"digest": "trained"}, {"dtype": "bf16"}):
-        assert find_reference(corpus, replace(reference, **other)) is None
+        assert read_reference(corpus, replace(reference, **other)) is None
 
 
 @pytest.mark.parametrize("damage", ["nan", "cut", "other"])
@@ -82,7 +82,7 @@ def test_a_damaged_part_is_not_committed(tmp_path: Path, damage: str) -> None:
         file.write_bytes(b"\1" + file.read_bytes()[1:])
     with pytest.raises(UserError, match=r"damaged; delete it"):
         commit(store, reference, [part])
-    assert find_reference(corpus, reference) is None
+    assert read_reference(corpus, reference) is None
 
 
 def test_a_damaged_commit_is_named(tmp_path: Path) -> None:
@@ -90,4 +90,4 @@ def test_a_damaged_commit_is_named(tmp_path: Path) -> None:
     reference = Reference(corpus=corpus.fingerprint, digest="model", dtype="fp32", model="m")
     open_store(corpus.path).replace(f"{reference.folder}/reference.json", [b"{}"])
     with pytest.raises(UserError, match=r"reference\.json can't be used .*`ray-ulysses reference`"):
-        find_reference(corpus, reference)
+        read_reference(corpus, reference)
