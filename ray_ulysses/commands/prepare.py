@@ -55,7 +55,7 @@ def prepare(
     chosen_field: Annotated[_Field, _option("Pairs: the better answer, as text or messages.")] = None,
     rejected_field: Annotated[_Field, _option("Pairs: the worse answer.")] = None,
     weight_field: Annotated[_Field, _option("Any row: the loss weight, 1 if missing.")] = None,
-    label_field: Annotated[_Field, _option("Any row but pairs: the class of the document.")] = None,
+    label_field: Annotated[_Field, _option("Any row but pairs: the class; with prompts, true or false (KTO).")] = None,
     id_field: Annotated[_Field, _option("Any row: an id, stored in the corpus.")] = None,
     chat_template: Annotated[Path | None, _option("Chats: a template file, or `training` for TRL's.")] = None,
     turns: Annotated[Literal["auto", "marks", "split", "whole"], _option("Chats: how turns are found.")] = "auto",
@@ -73,7 +73,7 @@ def prepare(
     """Turn text, source trees, JSONL, Parquet or a `datasets` dataset into token shards. Resumable.
 
     Reads FASTA files and Megatron-LM, datatrove and MDS datasets too. Each text file is one document, as is
-    each record of FASTA and each row of JSONL, Parquet or a dataset. The field options select one of five kinds of row:
+    each record of FASTA and each row of JSONL, Parquet or a dataset. The field options select one of six kinds of row:
 
     \b
     row     options                              what is learned
@@ -81,6 +81,7 @@ def prepare(
     tokens  --tokens-field [--labels-field]      everything, or by labels
     chat    --messages-field [--tools-field]     the assistant's turns
     prompt  --prompt-field --completion-field    the completion
+    answer  the same with --label-field          the completion, by its label
     pair    --chosen-field --rejected-field      both answers
 
     Sequences need no tokenizer files: ray-ulysses prepare genome.fa.gz --out corpus --tokenizer kmer:6

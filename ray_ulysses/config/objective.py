@@ -14,18 +14,20 @@ document."""
 
 
 class ObjectiveSection(Section):
-    """The loss: the cross-entropy of the next token, of masked tokens or of classes, or a loss of pairs of answers.
+    """The loss: the cross-entropy of the next token, of masked tokens or of classes, or a loss of answers.
 
-    Pairs come from corpora written by `prepare --chosen-field --rejected-field`, and classes from `--label-field`.
+    Pairs come from corpora written by `prepare --chosen-field --rejected-field`, classes from `--label-field`, and the
+    labeled answers of `kto` from `--prompt-field --completion-field --label-field`.
     """
 
     on_resume: ClassVar[OnResume] = fixed("a change would alter the loss curve")
 
-    kind: Literal["next_token", "mlm", "classification", "dpo", "ipo", "orpo", "simpo"] = "next_token"
+    kind: Literal["next_token", "mlm", "classification", "dpo", "ipo", "orpo", "simpo", "kto"] = "next_token"
     """`next_token`: cross-entropy of the next token. `mlm`: cross-entropy of masked tokens, for encoders.
     `classification`: cross-entropy of each document's class. `dpo` and `ipo`: losses of pairs relative to a reference
     model, the model in `model.path`; `ray-ulysses reference` computes its log-probabilities first. `orpo` and `simpo`:
-    losses of pairs that need no reference model. All but `dpo` divide log-probabilities by the number of tokens of an
+    losses of pairs that need no reference model. `kto`: loss of single answers that are labeled as desirable or not,
+    relative to a reference model. All but `dpo` and `kto` divide log-probabilities by the number of tokens of an
     answer. Default `next_token`."""
 
     beta: float = Field(default=0.1, gt=0)
@@ -40,6 +42,12 @@ class ObjectiveSection(Section):
 
     sft_weight: float = Field(default=0.0, ge=0)
     """Weight of the chosen answer's mean cross-entropy, which `orpo` always adds with weight 1. Default 0."""
+
+    desirable_weight: float = Field(default=1.0, gt=0)
+    """For `kto`, weight of the loss of desirable answers. Default 1."""
+
+    undesirable_weight: float = Field(default=1.0, gt=0)
+    """For `kto`, weight of the loss of undesirable answers. Default 1."""
 
     classes: tuple[str, ...] = Field(default=(), strict=False)
     """For `classification`, names of the classes in the order of the model's outputs. Default: those of the corpora."""
@@ -74,13 +82,13 @@ class ObjectiveSection(Section):
 
     @property
     def uses_pairs(self) -> bool:
-        """Whether the loss compares pairs of answers."""
+        """Whether the loss is a function of two answers, which share a row."""
         return self.counts == "pairs"
 
     @property
     def needs_reference(self) -> bool:
         """Whether the loss depends on log-probabilities under a reference model."""
-        return self.kind in ("dpo", "ipo")
+        return self.kind in ("dpo", "ipo", "kto")
 
     def own_settings(self) -> dict[str, Any]:
         """Return the kind of the loss and the settings of this kind."""
@@ -105,5 +113,6 @@ SETTINGS_OF_KIND = {
     "ipo": ("beta", "sft_weight"),
     "orpo": ("beta", "sft_weight"),
     "simpo": ("beta", "margin", "label_smoothing", "sft_weight"),
+    "kto": ("beta", "desirable_weight", "undesirable_weight"),
 }
 """Settings of each kind of loss."""

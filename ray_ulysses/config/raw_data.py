@@ -64,7 +64,8 @@ class PrepareSection(Section):
     """Field with the loss weight. Default null: 1."""
 
     label_field: str | None = None
-    """Field with the class of a document, an integer or a string. Default null: documents have no classes."""
+    """Field with the class of a document, an integer or a string, or with `completion_field`, whether the completion is
+    desirable. Default null: documents have no classes."""
 
     id_field: str | None = None
     """Field with an id to store in the corpus. Default null."""

@@ -1,15 +1,16 @@
-"""Losses of pairs of answers: DPO, IPO, ORPO and SimPO, as functions of each answer's summed log-probability.
+"""Losses of answers: DPO, IPO, ORPO, SimPO and KTO, as functions of each answer's summed log-probability.
 
 A row holds whole pairs: each chosen answer is followed by its rejected answer, as two documents that repeat the prompt.
+For KTO, a pair is a labeled answer, followed by its prompt with another answer.
 Labels cover the answers only. A document may cross slices, ring steps and tiles: its log-probabilities are summed over
 all ranks of ``sp`` first, and the gradient of the loss by that sum then weighs the document's tokens.
 
-Legend: P pairs, D = 2 P documents, N tokens of this rank's slice.
+Legend: R rows, P pairs, D = 2 P documents, N tokens of this rank's slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.parallel.layout import TileSetting
 
-PreferenceKind = Literal["dpo", "ipo", "orpo", "simpo"]
+PreferenceKind = Literal["dpo", "ipo", "orpo", "simpo", "kto"]
 _LEAST_NATS = 1e-7
 
 
@@ -36,8 +37,9 @@ class Preference:
 
     ``dpo`` compares the answers' log-probabilities with those of a reference model (https://arxiv.org/abs/2305.18290).
     ``ipo`` regresses the difference to ``1 / (2 beta)`` (https://arxiv.org/abs/2310.12036). ``simpo`` and ``orpo`` need
-    no reference (https://arxiv.org/abs/2405.14734, https://arxiv.org/abs/2403.07691). All but ``dpo`` divide each
-    log-probability by the answer's number of supervised tokens.
+    no reference (https://arxiv.org/abs/2405.14734, https://arxiv.org/abs/2403.07691). ``kto`` raises or
+    lowers a single labeled answer, relative to a reference (https://arxiv.org/abs/2402.01306). All but ``dpo`` and
+    ``kto`` divide each log-probability by the answer's number of supervised tokens.
     """
 
     kind: PreferenceKind = "dpo"
@@ -49,6 +51,10 @@ class Preference:
     """Weight of the chosen answer's mean negative log-probability. ``orpo`` always adds it with weight 1."""
     margin: float = 0.0
     """Target difference of a pair's rewards, for ``simpo`` (its gamma)."""
+    desirable_weight: float = 1.0
+    """For ``kto``, weight of the loss of desirable answers."""
+    undesirable_weight: float = 1.0
+    """For ``kto``, weight of the loss of undesirable answers."""
 
     def __post_init__(self) -> None:
         """Raise UserError for a setting that the kind of loss does not have, or an impossible value."""
@@ -67,16 +73,21 @@ class Preference:
             raise UserError(f"sft_weight={self.sft_weight} must not be negative")
         if self.margin and self.kind != "simpo":
             raise UserError(f"margin={self.margin} is a setting of simpo; use 0 for {self.kind}")
+        if self.sft_weight and self.kind == "kto":
+            raise UserError(f"sft_weight={self.sft_weight} is not a setting of kto; use 0")
+        for name in ("desirable_weight", "undesirable_weight"):
+            if not getattr(self, name) > 0 or (getattr(self, name) != 1 and self.kind != "kto"):
+                raise UserError(f"{name}={getattr(self, name)} must be above 0 for kto, and 1 for other losses")
 
     @property
     def needs_reference(self) -> bool:
         """Whether the loss depends on a reference model."""
-        return self.kind in ("dpo", "ipo")
+        return self.kind in ("dpo", "ipo", "kto")
 
     def losses(
         self, log_probs_D: torch.Tensor, tokens_D: torch.Tensor, reference_D: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each pair's loss and each document's reward.
+        """Return each pair's loss and each document's reward. For ``kto``, see `labeled_losses`.
 
         Args:
             log_probs_D: Summed log-probability of each document's labels, fp64; differentiable.
@@ -103,9 +114,36 @@ class Preference:
             losses_P = -(1 - smoothing) * logsigmoid(gain_P) - smoothing * logsigmoid(-gain_P)
         return losses_P - self.sft_weight * means_D[::2], rewards_D.detach()
 
+    def labeled_losses(
+        self, log_probs_D: torch.Tensor, reference_D: torch.Tensor, desirable_P: torch.Tensor, pairs_R: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the losses and rewards of ``kto``, with the formulas of TRL's ``KTOTrainer``.
+
+        The KL divergence is the mean over the second documents of a row, or 0 if the mean is negative. It has no
+        gradient. TRL takes the mean over a micro-batch of all devices.
+
+        Args:
+            log_probs_D: Summed log-probability of each document's labels, fp64; differentiable.
+            reference_D: The same under the reference model.
+            desirable_P: Whether the first document of each pair is desirable.
+            pairs_R: Number of pairs in each row.
+
+        Returns:
+            Losses, fp64 ``[P]``, and rewards, fp64 ``[D]``, detached. The reward of each second document is that of an
+            answer whose log-probability has grown by the row's KL divergence.
+        """
+        gained_P, foreign_P = (log_probs_D - reference_D).view(-1, 2).unbind(1)
+        rows = foreign_P.detach().split([*pairs_R])
+        kl_P = torch.cat([row.mean().clamp(min=0).expand(len(row)) for row in rows])
+        gain_P = self.beta * torch.where(desirable_P, gained_P - kl_P, kl_P - gained_P)
+        weight_P = torch.where(desirable_P, self.desirable_weight, self.undesirable_weight).double()
+        rewards_D = self.beta * torch.stack([gained_P.detach(), kl_P], dim=1).flatten()
+        # 1 - sigmoid(x) without cancellation.
+        return weight_P * torch.sigmoid(-gain_P), rewards_D
+
 
 def preference_of(config: Config) -> Preference | None:
-    """Return the run's loss of pairs, or None if it trains on the next token."""
+    """Return the run's loss of answers, or None if it has another objective."""
     return Preference(**config.objective.own_settings()) if config.objective.uses_pairs else None
 
 
@@ -120,7 +158,8 @@ class PreferenceLoss:
     num_pairs: int
     """Number of pairs, or 0 if another rank of ``sp`` counts them."""
     rewards_D: torch.Tensor
-    """Reward of each document, fp64, equal on all ranks of ``sp``. A chosen answer should have the larger one."""
+    """Reward of each document, fp64, equal on all ranks of ``sp``. A chosen or desirable answer should have the larger
+    one of its pair, and an undesirable answer the smaller one."""
     log_probs_D: torch.Tensor
     """Summed log-probability of each document, fp64, equal on all ranks of ``sp``."""
 
@@ -131,6 +170,7 @@ def preference_loss(
     preference: Preference,
     reference_D: torch.Tensor | None = None,
     *,
+    desirable_P: torch.Tensor | None = None,
     tile: TileSetting = "auto",
 ) -> PreferenceLoss:
     """Run the forward pass and return the loss of the batch's pairs. All ranks of ``sp`` must call this function.
@@ -142,10 +182,12 @@ def preference_loss(
         batch: This rank's slice of rows that hold whole pairs.
         preference: The loss.
         reference_D: Summed log-probability of each document under the reference model: `document_log_probs` of it.
+        desirable_P: For ``kto``, whether the first document of each pair is desirable, bool.
         tile: Number of tokens whose logits exist at a time, as in `causal_lm_loss`.
 
     Raises:
-        UserError: A row holds half a pair, the reference is missing or superfluous, or see `causal_lm_loss`.
+        UserError: A row holds half a pair, the reference or the labels are missing or superfluous, or see
+            `causal_lm_loss`.
     """
     numbers = [len(lengths) for lengths in batch.documents.lengths]
     if any(number % 2 for number in numbers):
@@ -155,6 +197,11 @@ def preference_loss(
         raise UserError(f"the preference loss {preference.kind!r} {needs} log-probabilities of a reference model")
     if reference_D is not None and len(reference_D) != sum(numbers):
         raise UserError(f"the batch has {sum(numbers)} documents, but reference_D has {len(reference_D)} values")
+    if (preference.kind == "kto") != (desirable_P is not None):
+        needs = "needs" if preference.kind == "kto" else "has no use for"
+        raise UserError(f"the preference loss {preference.kind!r} {needs} labels of answers (desirable_P)")
+    if desirable_P is not None and len(desirable_P) != sum(numbers) // 2:
+        raise UserError(f"the batch has {sum(numbers) // 2} labeled answers, but desirable_P has {len(desirable_P)}")
     if router_loss_of(inner_model(model)) is not None:
         raise UserError(
             "the router loss is a mean over tokens, which does not fit a mean over pairs; set "
@@ -164,7 +211,12 @@ def preference_loss(
     found: list[torch.Tensor] = []
 
     def loss_of(log_probs_D: torch.Tensor, tokens_D: torch.Tensor) -> torch.Tensor:
-        losses_P, rewards_D = preference.losses(log_probs_D, tokens_D, reference_D)
+        if desirable_P is not None and reference_D is not None:
+            is_good_P = desirable_P.to(log_probs_D.device)
+            pairs_R = [number // 2 for number in numbers]
+            losses_P, rewards_D = preference.labeled_losses(log_probs_D, reference_D, is_good_P, pairs_R)
+        else:
+            losses_P, rewards_D = preference.losses(log_probs_D, tokens_D, reference_D)
         found[:] = [losses_P.detach().sum(), rewards_D, log_probs_D.detach()]
         return losses_P.sum()
 

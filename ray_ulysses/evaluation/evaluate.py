@@ -70,6 +70,11 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
             f"--data: the documents contain token {largest}, but the model has only {source.vocab_size} tokens; "
             "prepare them with the model's own tokenizer"
         )
+    if any(corpus.info.has_labeled_answers for corpus in held.corpora.corpora):
+        raise UserError(
+            f"--data: {held.words} are labeled answers, on which only training evaluates (run.eval_every_steps); give "
+            "pairs of answers or texts with --data"
+        )
     held = replace(held, masking=_masking(request, source, held))
     lengths = request.lengths or default_lengths(source.context_tokens)
     notes = [f"the losses are measured on training text ({held.words}); give held-out documents with --data"] * (

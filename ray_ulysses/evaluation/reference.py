@@ -106,8 +106,8 @@ def prepare_reference(request: ReferenceRequest) -> PreparedReference:
     corpus = Corpus.open(request.corpus)
     if not corpus.info.are_pairs:
         raise UserError(
-            f"CORPUS={request.corpus}: does not contain pairs of answers; prepare them with --chosen-field and "
-            "--rejected-field"
+            f"CORPUS={request.corpus}: does not contain answers; prepare pairs with --chosen-field and "
+            "--rejected-field, or labeled answers with --completion-field and --label-field"
         )
     directory = Path(request.model)
     config = directory_config(directory if directory.is_dir() else request.model, request.dtype)

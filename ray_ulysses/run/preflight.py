@@ -281,10 +281,17 @@ def _objective_problems(config: Config, corpora: Sequence[Corpus]) -> Iterator[P
         path, info = str(corpus.folder), corpus.info
         rule = hint = ""
         if info.are_pairs and not config.objective.uses_pairs:
-            rule, hint = "has pairs of answers, which need a preference loss", "set objective.kind, for example to dpo"
+            loss = "kto" if info.has_labeled_answers else "dpo"
+            rule, hint = "has answers, which need a preference loss", f"set objective.kind, for example to {loss}"
         elif config.objective.uses_pairs and not info.are_pairs:
             rule = f"does not contain pairs of answers, which objective.kind={kind} requires"
-            hint = "prepare pairs with --chosen-field and --rejected-field, or set objective.kind: next_token"
+            fields = "--completion-field and --label-field" if kind == "kto" else "--chosen-field and --rejected-field"
+            hint = f"prepare it with {fields}, or set objective.kind: next_token"
+        elif kind == "kto" and not info.has_labeled_answers:
+            rule = f"has pairs of answers without labels, which objective.kind={kind} requires"
+            hint = "prepare it with --completion-field and --label-field, or set objective.kind, for example to dpo"
+        elif kind != "kto" and info.has_labeled_answers:
+            rule, hint = f"has labeled answers, but objective.kind={kind} compares pairs", "set objective.kind: kto"
         elif kind == "classification" and not info.classes:
             rule = f"has documents without classes, which objective.kind={kind} requires"
             hint = "prepare it with --label-field, or set objective.kind: next_token"

@@ -174,14 +174,15 @@ class StepDone(_Event):
     router_loss: float | None = None
     """Mean load-balancing loss over the supervised tokens, times its coefficient. Not included in `loss`."""
     pair_accuracy: float | None = None
-    """Fraction of the step's pairs whose chosen answer has the larger reward; None without pairs."""
+    """Fraction of the step's pairs whose chosen answer has the larger reward; None without pairs. For `kto`, fraction
+    of answers whose reward is above beta times the KL divergence if they are desirable, and not above it otherwise."""
     pair_margin: float | None = None
-    """Mean reward of the chosen answers minus that of the rejected ones."""
+    """Mean reward of the chosen answers minus that of the rejected ones; for `kto`, of desirable and other ones."""
     chosen_reward: float | None = None
-    """Mean reward of the chosen answers."""
+    """Mean reward of the chosen or desirable answers."""
     pair_kl: float | None = None
     """Mean over the step's answers of the log-probability minus that of the reference model, in nats; None without a
-    reference model."""
+    reference model. For `kto`, the mean over the step's answers of the KL divergence of their rows."""
     accuracy: float | None = None
     """Fraction of the step's documents whose class is predicted; None without classes."""
     router_imbalance: float | None = None

@@ -31,7 +31,7 @@ class RowLoss(NamedTuple):
     loss_sum: torch.Tensor
     """Scalar, detached: cross-entropy in nats, the token loss, or the loss of the objective."""
     added: torch.Tensor
-    """fp64 [7]: z-loss, router loss, and `ObjectiveLoss.sums`."""
+    """fp64 [8]: z-loss, router loss, and `ObjectiveLoss.sums`."""
     losses_N: torch.Tensor | None
     """Loss of each token, or None for an objective of documents."""
 
@@ -46,7 +46,8 @@ class SetLoss(NamedTuple):
     counted: int = 0
     """Number of documents or pairs, with an objective of documents."""
     accuracy: float | None = None
-    """Fraction of the documents whose class is predicted, or of the pairs whose chosen answer is preferred."""
+    """Fraction of the documents whose class is predicted, or of the pairs whose chosen answer is preferred; for labeled
+    answers, see `StepDone.pair_accuracy`."""
 
 
 def row_loss(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ray_ulysses.engine.preferences import Preference
     from ray_ulysses.parallel.layout import TileSetting
 
-NUM_SUMS = 5
+NUM_SUMS = 6
 """Number of sums of an objective beside its loss."""
 
 
@@ -32,7 +32,7 @@ class ObjectiveLoss(NamedTuple):
     loss_sum: torch.Tensor
     """fp64 scalar, detached."""
     sums: torch.Tensor
-    """fp64 [5]: counted documents or pairs, right ones, and three sums of the objective's own."""
+    """fp64 [6]: counted documents or pairs, right ones, and four sums of the objective's own."""
 
 
 class RowObjective(Protocol):
@@ -69,7 +69,7 @@ class PairObjective:
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """See `RowObjective.metrics`."""
-        num_pairs, num_right, chosen, rejected, gained = sums
+        num_pairs, num_right, chosen, rejected, gained, _ = sums
         kl = {} if self.reference is None else {"pair_kl": gained / (2 * num_pairs)}
         return kl | {
             "pair_accuracy": num_right / num_pairs,
@@ -79,28 +79,58 @@ class PairObjective:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClassObjective:
-    """The cross-entropy of documents' classes."""
+class LabeledObjective:
+    """A loss of answers that are labeled as desirable or not (KTO)."""
 
-    corpora: CorpusSet
-    classes: tuple[str, ...]
-    pieces: Callable[[int], Sequence[Piece]]
-    """Returns the documents of a row."""
+    preference: Preference
+    reference: Callable[[RowSlice], torch.Tensor]
+    """See `PairObjective.reference`."""
+    classes: Callable[[RowSlice], Sequence[str]]
+    """Returns the class of each document of a row, ``true`` if it is desirable."""
 
     def loss(self, engine: Any, batch: ShardedBatch, row: RowSlice, tile: TileSetting) -> ObjectiveLoss:
         """See `RowObjective.loss`."""
-        pieces = () if row.is_filler else self.pieces(row.row)
-        classes_D = torch.tensor([self._class_of(piece.document) for piece in pieces], dtype=torch.int64)
+        device = batch.labels_BL.device
+        desirable_P = torch.tensor([one == "true" for one in self.classes(row)], dtype=torch.bool, device=device)
+        found = preference_loss(engine, batch, self.preference, self.reference(row), desirable_P=desirable_P, tile=tile)
+        sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=device)
+        if batch.mesh.sp_rank == 0:
+            reward_P, threshold_P = found.rewards_D.view(-1, 2).unbind(1)
+            sums[0] = found.num_pairs
+            sums[1] = ((reward_P > threshold_P) == desirable_P).sum()
+            sums[2:4] = torch.stack([desirable_P.sum().double(), reward_P[desirable_P].sum()])
+            sums[4:] = torch.stack([reward_P[~desirable_P].sum(), threshold_P.sum() / self.preference.beta])
+        return ObjectiveLoss(found.objective_sum, found.loss_sum, sums)
+
+    def metrics(self, sums: Sequence[float]) -> dict[str, float]:
+        """See `RowObjective.metrics`. A step without desirable or without undesirable answers has no margin."""
+        number, num_right, num_desirable, desirable, undesirable, kl = sums
+        metrics = {"pair_accuracy": num_right / number, "pair_kl": kl / number}
+        if num_desirable:
+            metrics["chosen_reward"] = desirable / num_desirable
+        if 0 < num_desirable < number:
+            metrics["pair_margin"] = desirable / num_desirable - undesirable / (number - num_desirable)
+        return metrics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassObjective:
+    """The cross-entropy of documents' classes."""
+
+    classes: tuple[str, ...]
+    """Names of the classes in the order of the model's outputs."""
+    classes_of: Callable[[RowSlice], Sequence[str]]
+    """Returns the class of each document of a row."""
+
+    def loss(self, engine: Any, batch: ShardedBatch, row: RowSlice, tile: TileSetting) -> ObjectiveLoss:
+        """See `RowObjective.loss`."""
+        classes_D = torch.tensor([self.classes.index(one) for one in self.classes_of(row)], dtype=torch.int64)
         found = classification_loss(engine, batch, classes_D)
         sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=batch.labels_BL.device)
         if batch.mesh.sp_rank == 0:
             sums[0] = found.num_documents
             sums[1] = (found.logits_DC.argmax(dim=-1) == classes_D.to(found.logits_DC.device)).sum()
         return ObjectiveLoss(found.objective_sum, found.loss_sum, sums)
-
-    def _class_of(self, document: int) -> int:
-        corpus, local = self.corpora.locate(document)
-        return self.classes.index(corpus.info.classes[corpus.labels[local]])
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """See `RowObjective.metrics`."""
@@ -122,10 +152,22 @@ def row_objective(
         references: Returns the log-probability of each answer of a row's pairs under the reference model, if the loss
             needs it.
     """
-    if config.objective.kind == "classification":
-        return ClassObjective(corpora=CorpusSet(reader.sources), classes=config.objective.classes, pieces=pieces)
     preference = preference_of(config)
-    if preference is None:
+    if config.objective.counts == "tokens":
         return None
-    reference = None if references is None else lambda row: references(() if row.is_filler else pieces(row.row))
+    corpora = CorpusSet(reader.sources)
+
+    def pieces_of(row: RowSlice) -> Sequence[Piece]:
+        return () if row.is_filler else pieces(row.row)
+
+    def classes_of(row: RowSlice) -> Sequence[str]:
+        located = [corpora.locate(piece.document) for piece in pieces_of(row)]
+        return [corpus.info.classes[corpus.labels[document]] for corpus, document in located]
+
+    if config.objective.kind == "classification":
+        return ClassObjective(classes=config.objective.classes, classes_of=classes_of)
+    assert preference is not None
+    reference = None if references is None else lambda row: references(pieces_of(row))
+    if preference.kind == "kto" and reference is not None:
+        return LabeledObjective(preference=preference, reference=reference, classes=classes_of)
     return PairObjective(preference=preference, reference=reference)

@@ -154,13 +154,22 @@ class CorpusInfo:
     """Special tokens that end supervised spans."""
     are_pairs: bool = False
     """Whether each document is a pair of answers: the chosen and the rejected one, each with its prompt. The document's
-    first label span ends with the chosen answer, and the second with the rejected one."""
+    first label span ends with the chosen answer, and the second with the rejected one. With classes, see
+    `has_labeled_answers`."""
     classes: tuple[str, ...] = ()
     """Names of the documents' classes, in order; empty if the documents have no classes."""
     labels_crc32: Whole = 0
     """CRC-32 of the indices of the documents' classes as little-endian int32."""
     reasons: tuple[tuple[str, Whole], ...] = ()
     """Reasons for excluding documents, each with the number of documents, most frequent first."""
+
+    @property
+    def has_labeled_answers(self) -> bool:
+        """Whether each document is an answer, followed by its prompt with the answer of another document.
+
+        The class ``true`` is that of desirable answers, and ``false`` that of others.
+        """
+        return self.are_pairs and bool(self.classes)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:

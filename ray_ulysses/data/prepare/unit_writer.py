@@ -88,7 +88,7 @@ class UnitResult:
     lines: LineCounts | None
     """Line counts of the unit's file or range, or None if the source format has no lines."""
     are_pairs: bool = False
-    """Whether each document is a pair of answers."""
+    """Whether each document is a pair of answers, or a labeled answer followed by another."""
     has_labels: bool = False
     """Whether each document has a class."""
     num_chats: int = 0
@@ -183,7 +183,7 @@ def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
         turn_ends=tuple(sorted(collected.turn_ends)),
         token_counts=None if collected.counts is None else tuple(collected.counts.tolist()),
         lines=collected.lines,
-        are_pairs=unit.kind != "text" and unit.fields.kind == "pair",
+        are_pairs=unit.kind != "text" and unit.fields.kind in ("pair", "answer"),
         has_labels=unit.kind != "text" and unit.fields.label is not None,
         num_chats=collected.num_chats,
         num_chat_documents=collected.num_chat_documents,

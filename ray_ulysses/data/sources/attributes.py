@@ -1,4 +1,4 @@
-"""Values that a row has besides its document: an id, loss weights, and a class."""
+"""Values that a row has besides its document: an id, loss weights, and a class or the label of an answer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from ray_ulysses.data.sources.rows import Content, RowError, TokenRow, describe_type, utf8_text
 
 _LARGEST_WEIGHT = 1_000_000
+_ANSWER_LABELS = {"true": "true", "1": "true", "false": "false", "0": "false"}
 
 
 def row_id(value: object) -> str:
@@ -28,6 +29,14 @@ def row_label(value: object) -> str:
     if label == "":
         raise RowError("the class is empty")
     return utf8_text(label) if isinstance(label, str) else str(int(label))
+
+
+def answer_label(value: object) -> str:
+    """Return ``true`` for a desirable answer and ``false`` for another; raise RowError unless it is one of them."""
+    label = _ANSWER_LABELS.get(str(value).lower())
+    if label is None:
+        raise RowError(f"the label is {value!r:.40}, not true, false, 1 or 0")
+    return label
 
 
 def row_weight(value: object, content: Content) -> float | NDArray[np.float32]:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ray_ulysses.data.sources.attributes import row_id, row_label, row_weight
+from ray_ulysses.data.sources.attributes import answer_label, row_id, row_label, row_weight
 from ray_ulysses.data.sources.fasta import fasta_records
 from ray_ulysses.data.sources.files import changed, left_out, open_parquet, path_text, unreadable
 from ray_ulysses.data.sources.records import (
@@ -33,8 +33,10 @@ from ray_ulysses.data.sources.rows import (
     MOST_BYTES,
     OPTIONAL_ROLES,
     TOO_LARGE,
+    CompletionRow,
     Content,
     FieldRole,
+    PairRow,
     Rejected,
     RowError,
     RowFields,
@@ -67,7 +69,7 @@ class RawDocument:
     """One document before tokenization, with its origin."""
 
     content: Content
-    """Non-empty valid UTF-8 text, tokens, a chat, or a prompt with its completion."""
+    """Non-empty valid UTF-8 text, tokens, a chat, a prompt with its completion, or a pair of answers."""
     source: str
     """Path of the source file, or path or Hub id of the dataset."""
     offset: int
@@ -83,8 +85,7 @@ class RawDocument:
 def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
     """Yield the unit's documents in order, and a `Rejected` for each row that cannot become a document.
 
-    For a JSONL or FASTA unit, the last value is its `LineCounts`, of lines or records. Their numbers start at 1 in the
-    unit's byte range.
+    A JSONL or FASTA unit also has `LineCounts`, of lines or records. Their numbers start at 1 in the unit's byte range.
 
     Raises:
         UserError: A file can't be read in its format.
@@ -101,7 +102,34 @@ def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
         "datatrove": _read_tool_files,
         "mds": _read_tool_files,
     }
-    yield from readers[unit.kind](unit)
+    found = readers[unit.kind](unit)
+    yield from _with_other_answers(found) if unit.fields.kind == "answer" else found
+
+
+def _with_other_answers(
+    found: Iterator[RawDocument | Rejected | LineCounts],
+) -> Iterator[RawDocument | Rejected | LineCounts]:
+    """Follow each answer by its prompt with the next answer of the unit, and the last one by that with the first.
+
+    Prompts with answers of others estimate the KL divergence of KTO.
+    """
+    first = held = None
+    for one in found:
+        if not isinstance(one, RawDocument):
+            yield one
+            continue
+        if held is not None:
+            yield _followed(held, one)
+        first, held = first or one, one
+    if first is not None and held is not None:
+        reason = "the only labeled answer of its part of the sources: the KL divergence needs another answer"
+        yield left_out(first.source, reason, first.offset) if held is first else _followed(held, first)
+
+
+def _followed(document: RawDocument, other: RawDocument) -> RawDocument:
+    own, foreign = document.content, other.content
+    assert isinstance(own, CompletionRow) and isinstance(foreign, CompletionRow)
+    return replace(document, content=PairRow(chosen=own, rejected=replace(own, completion=foreign.completion)))
 
 
 def refuse_missing_fields(units: Sequence[Unit]) -> None:
@@ -148,13 +176,14 @@ def _needed(fields: RowFields) -> frozenset[str]:
 def _document(row: Mapping[FieldRole, Any], fields: RowFields, path: str, offset: int) -> RawDocument | Rejected:
     try:
         content = row_content(row, fields.kind)
+        label_of = answer_label if fields.kind == "answer" else row_label
         return RawDocument(
             content=content,
             source=path_text(path),
             offset=offset,
             id=row_id(row.get("id")),
             weight=row_weight(row.get("weight"), content),
-            label=None if fields.label is None else row_label(row["label"]),
+            label=None if fields.label is None else label_of(row["label"]),
         )
     except RowError as error:
         return left_out(path, str(error), offset)

@@ -1,7 +1,8 @@
 """Turns rows into documents, or into reasons to reject them.
 
-A row of JSONL, Parquet or a dataset is of one of five kinds, by the field options: text; tokens with optional labels; a
-chat in OpenAI, ShareGPT or TRL format; a prompt with a completion; or a prompt with a chosen and a rejected answer.
+A row of JSONL, Parquet or a dataset is of one of six kinds, by the field options: text; tokens with optional labels; a
+chat in OpenAI, ShareGPT or TRL format; a prompt with a completion; a prompt with a completion that is labeled as
+desirable or not; or a prompt with a chosen and a rejected answer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from ray_ulysses.errors import NOT_GIVEN, ConfigError, Problem
 
-RowKind = Literal["text", "tokens", "messages", "completion", "pair"]
+RowKind = Literal["text", "tokens", "messages", "completion", "answer", "pair"]
 FieldRole = Literal[
     "text", "tokens", "labels", "messages", "tools", "system", "prompt", "input", "completion", "chosen", "rejected",
     "weight", "label", "id",
@@ -132,7 +133,7 @@ class RowFields:
     """Loss weight of the document's tokens; 1 if missing. With ``tokens``, a list of one weight per token is
     allowed."""
     label: str | None = None
-    """Class of the document: an integer or a string."""
+    """Class of the document: an integer or a string. With ``completion``: whether the completion is desirable."""
     id: str | None = None
     """Row id, which is stored in the corpus."""
 
@@ -150,6 +151,8 @@ class RowFields:
             return "messages"
         if self.chosen is not None:
             return "pair"
+        if self.completion is not None and self.label is not None:
+            return "answer"
         return "text" if self.prompt is None else "completion"
 
     @property
@@ -198,8 +201,8 @@ class RowFields:
         for other in {"messages", "chosen"} & {*given} if "completion" in given else ():
             rule = f"{option(other)}={given[other]!r} already contains the completion"
             refuse("completion", rule, "remove one of the two options")
-        if "weight" in given and "chosen" in given:
-            refuse("weight", "the loss of a pair has no weights", "remove it")
+        if "weight" in given and self.kind in ("pair", "answer"):
+            refuse("weight", "losses of answers have no weights", "remove it")
         if "label" in given and "chosen" in given:
             refuse("label", "a pair of answers has no class", "remove it")
         names = [value for role, value in given.items() if role != "id"]
@@ -280,7 +283,7 @@ class CompletionRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairRow:
-    """A prompt with two answers."""
+    """A prompt with two answers, or a prompt with its answer and then with that of another row."""
 
     chosen: ChatRow | CompletionRow
     rejected: ChatRow | CompletionRow
@@ -293,7 +296,7 @@ def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
     """Return the document in a row, given the row's values by role; raise RowError if the values are not a document."""
     if kind == "text":
         return _text(row["text"], "text")
-    if kind == "completion":
+    if kind in ("completion", "answer"):
         return _completion_row(row)
     if kind == "pair":
         return _pair_row(row)

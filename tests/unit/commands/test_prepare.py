@@ -95,7 +95,7 @@ def test_what_failed_before_does_not_block_the_right_command(tmp_path: Path, s3:
     assert not any((tmp_path / "cache" / "prepare").iterdir())
 
 
-def test_the_help_shows_the_five_kinds_of_rows_at_80_columns(
+def test_the_help_shows_the_six_kinds_of_rows_at_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -103,11 +103,12 @@ def test_the_help_shows_the_five_kinds_of_rows_at_80_columns(
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line) for line in lines) <= 80
     begin = lines.index("  row     options                              what is learned")
-    assert [line.split()[:2] for line in lines[begin + 1 : begin + 6]] == [
+    assert [line.split()[:2] for line in lines[begin + 1 : begin + 7]] == [
         ["text", "--text-field"],
         ["tokens", "--tokens-field"],
         ["chat", "--messages-field"],
         ["prompt", "--prompt-field"],
+        ["answer", "the"],
         ["pair", "--chosen-field"],
     ]
 

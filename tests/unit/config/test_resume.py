@@ -77,7 +77,8 @@ _OTHER: dict[str, dict[str, Any]] = {
                  "min_lr_ratio": 0.0},
     "tracking": {"experiment": "other"},
     "objective": {"kind": "orpo", "beta": 0.5, "margin": 0.5, "label_smoothing": 0.1, "sft_weight": 1.0,
-                  "mask_fraction": 0.3, "mask_unit": "word", "mask_replacement": "mask", "classes": ["a", "b"]},
+                  "mask_fraction": 0.3, "mask_unit": "word", "mask_replacement": "mask", "classes": ["a", "b"],
+                  "desirable_weight": 2.0, "undesirable_weight": 0.5},
 }  # fmt: skip
 
 
@@ -88,6 +89,8 @@ def test_each_fixed_setting_alone_is_a_conflict(path: str) -> None:
     required |= {f"objective.{name}": of_pairs for name in _OTHER["objective"]}
     required["objective.classes"] = {"data__overlong": "drop", "objective__kind": "classification"}
     required |= {f"objective.{name}": {"objective__kind": "mlm"} for name in _OTHER["objective"] if "mask" in name}
+    of_answers = {"data__overlong": "drop", "objective__kind": "kto", "model__init": "pretrained"}
+    required |= {f"objective.{name}": of_answers for name in ("desirable_weight", "undesirable_weight")}
     kind = required.get(path, {})
     old, changed = parse_config(small_tree(model__path="m", **kind)), small_tree(model__path="m", **kind)
     section, _, name = path.partition(".")

@@ -50,6 +50,11 @@ _CLASSES = {"objective__kind": "classification", "data__overlong": "drop"}
         ({"objective__kind": "orpo", "data__overlong": "drop", "data__packing": "concat"}, "data.packing"),
         ({"objective__kind": "orpo", "data__overlong": "drop", "optimizer__z_loss": 1e-4}, "optimizer.z_loss"),
         ({"objective__kind": "dpo", "data__overlong": "drop"}, "model.init"),
+        ({"objective__kind": "kto", "data__overlong": "drop"}, "model.init"),
+        (
+            {"objective__kind": "orpo", "data__overlong": "drop", "objective__desirable_weight": 2.0},
+            "objective.desirable_weight",
+        ),
         (
             {
                 "objective__kind": "ipo",

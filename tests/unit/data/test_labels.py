@@ -102,6 +102,9 @@ def test_fields_and_files_that_have_no_class_are_refused(tmp_path: Path) -> None
         with pytest.raises(ConfigError) as caught:
             RowFields(**names).check("jsonl")
         assert [problem.path for problem in caught.value.problems] == ["--label-field"]
+    with pytest.raises(ConfigError) as caught:
+        RowFields(prompt="p", completion="c", label="y", weight="w").check("jsonl")
+    assert [problem.path for problem in caught.value.problems] == ["--weight-field"]
     write_megatron(tmp_path / "data", [[1, 2, 3]])
     spec = SourceSpec(paths=(str(tmp_path),), fields=RowFields(label="y"))
     with pytest.raises(UserError, match=r"--label-field=y: .* contains tokens without fields"):
