@@ -13,6 +13,9 @@ Task = Literal["causal_lm", "masked_lm", "sequence_classification"]
 document."""
 
 
+Counts = Literal["tokens", "documents", "pairs"]
+
+
 class ObjectiveSection(Section):
     """The loss: the cross-entropy of the next token, of masked tokens or of classes, or a loss of answers.
 
@@ -69,7 +72,7 @@ class ObjectiveSection(Section):
         return _TASKS.get(self.kind, "causal_lm")
 
     @property
-    def counts(self) -> Literal["tokens", "documents", "pairs"]:
+    def counts(self) -> Counts:
         """Unit of the loss's mean."""
         if self.kind == "classification":
             return "documents"

@@ -56,6 +56,8 @@ class ClassificationLoss:
     """fp32 scalar to differentiate once: the cross-entropy, or 0 if another rank of ``sp`` counts the documents."""
     loss_sum: torch.Tensor
     """fp64 scalar, detached: the sum of the documents' cross-entropy in nats, or 0 if another rank counts them."""
+    losses_D: torch.Tensor
+    """fp32 cross-entropy of each document in nats, detached, equal on all ranks of ``sp``."""
     num_documents: int
     """Number of documents, or 0 if another rank of ``sp`` counts them."""
     logits_DC: torch.Tensor
@@ -124,6 +126,7 @@ def classification_loss(
     return ClassificationLoss(
         objective_sum=objective_sum,
         loss_sum=losses_D.detach().double().sum() * counts,
+        losses_D=losses_D.detach(),
         num_documents=num_documents if counts else 0,
         logits_DC=logits_DC.detach(),
     )

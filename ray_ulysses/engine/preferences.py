@@ -155,6 +155,8 @@ class PreferenceLoss:
     """fp32 scalar to differentiate once. Only its gradient has a meaning; ``loss_sum`` has the value."""
     loss_sum: torch.Tensor
     """fp64 scalar, detached: the sum of the pairs' losses, or 0 if another rank of ``sp`` counts them."""
+    losses_P: torch.Tensor
+    """Loss of each pair, fp64, detached, equal on all ranks of ``sp``."""
     num_pairs: int
     """Number of pairs, or 0 if another rank of ``sp`` counts them."""
     rewards_D: torch.Tensor
@@ -217,15 +219,16 @@ def preference_loss(
             losses_P, rewards_D = preference.labeled_losses(log_probs_D, reference_D, is_good_P, pairs_R)
         else:
             losses_P, rewards_D = preference.losses(log_probs_D, tokens_D, reference_D)
-        found[:] = [losses_P.detach().sum(), rewards_D, log_probs_D.detach()]
+        found[:] = [losses_P.detach(), rewards_D, log_probs_D.detach()]
         return losses_P.sum()
 
     objective_sum = training_loss(model, batch, tile=tile, document_loss=loss_of).objective_sum
-    loss_sum, rewards_D, log_probs_D = found
+    losses_P, rewards_D, log_probs_D = found
     counts = batch.mesh.sp_rank == 0
     return PreferenceLoss(
         objective_sum=objective_sum,
-        loss_sum=loss_sum if counts else torch.zeros_like(loss_sum),
+        loss_sum=losses_P.sum() * counts,
+        losses_P=losses_P,
         num_pairs=sum(numbers) // 2 if counts else 0,
         rewards_D=rewards_D,
         log_probs_D=log_probs_D,

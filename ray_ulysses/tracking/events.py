@@ -222,9 +222,9 @@ class TrainedCorpus:
     name: str
     """Name in metrics, such as `source/NAME/loss`."""
     loss: float
-    """Mean training loss over the corpus's supervised tokens, in nats."""
+    """Mean training loss over the corpus's supervised tokens, documents or pairs, in nats."""
     tokens: Number
-    """Number of these tokens, or the sum of their label weights."""
+    """Number of these tokens, documents or pairs, or the sum of the tokens' label weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,7 +45,7 @@ STEP_METRICS = {
 TOKENS_PER_S, WORLD_SIZE, EVAL_LOSS = "train/tokens_per_s", "train/world_size", "eval/loss"
 METRIC_UNITS: tuple[MetricUnit, ...] = (
     MetricUnit("train/loss", "nats", "mean over a step's supervised tokens, pairs or documents (objective.kind)"),
-    MetricUnit("source/*/loss", "nats per token", "training loss of one corpus since the previous value"),
+    MetricUnit("source/*/loss", "nats", "training loss of one corpus since the previous value"),
     MetricUnit("eval/loss", "nats", "the same mean over the evaluation rows"),
     MetricUnit("eval/*/loss", "nats", "the same, of one validation corpus or of held-out documents"),
     MetricUnit("train/z_loss", "nats per token", "z-loss times its coefficient, as added to the loss"),

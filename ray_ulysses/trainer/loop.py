@@ -196,7 +196,7 @@ def _run(
             sampler=open_sampler(context),
             plugins=plugins,
             routers=routers,
-            sources=None if config.objective.counts != "tokens" else SourceLosses.of_mixture(stage.plan, worker.device),
+            sources=SourceLosses.of_mixture(stage.plan, worker.device, config.objective.counts),
             stopping=read_early_stopping(context, stage.plan, position.step),
             objective=row_objective(config, evaluation_reader, stage.plan.pieces, references),
             evaluation_objective=row_objective(config, evaluation_reader, stage.plan.evaluation.pieces, references),

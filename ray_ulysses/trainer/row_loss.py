@@ -32,8 +32,8 @@ class RowLoss(NamedTuple):
     """Scalar, detached: cross-entropy in nats, the token loss, or the loss of the objective."""
     added: torch.Tensor
     """fp64 [8]: z-loss, router loss, and `ObjectiveLoss.sums`."""
-    losses_N: torch.Tensor | None
-    """Loss of each token, or None for an objective of documents."""
+    losses: torch.Tensor
+    """Loss of each token of the slice or, with an objective of documents, of each piece of the row."""
 
 
 class SetLoss(NamedTuple):
@@ -68,7 +68,7 @@ def row_loss(
         return RowLoss(found.objective_sum, found.loss_sum, added, found.losses_N)
     of_documents = objective.loss(engine, batch, row, tile)
     added[2:] = of_documents.sums
-    return RowLoss(of_documents.objective_sum, of_documents.loss_sum, added, None)
+    return RowLoss(of_documents.objective_sum, of_documents.loss_sum, added, of_documents.losses_P)
 
 
 def combined(found: Sequence[SetLoss]) -> SetLoss:

@@ -33,6 +33,8 @@ class ObjectiveLoss(NamedTuple):
     """fp64 scalar, detached."""
     sums: torch.Tensor
     """fp64 [6]: counted documents or pairs, right ones, and four sums of the objective's own."""
+    losses_P: torch.Tensor
+    """Loss of each piece of the row: of a document, or of a pair; equal on all ranks of ``sp``."""
 
 
 class RowObjective(Protocol):
@@ -65,7 +67,7 @@ class PairObjective:
             sums[0] = pairs.num_pairs
             sums[1:4] = torch.stack([(chosen_P > rejected_P).sum().double(), chosen_P.sum(), rejected_P.sum()])
             sums[4] = 0 if reference_D is None else (pairs.log_probs_D - reference_D).sum()
-        return ObjectiveLoss(pairs.objective_sum, pairs.loss_sum, sums)
+        return ObjectiveLoss(pairs.objective_sum, pairs.loss_sum, sums, pairs.losses_P)
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """See `RowObjective.metrics`."""
@@ -100,7 +102,7 @@ class LabeledObjective:
             sums[1] = ((reward_P > threshold_P) == desirable_P).sum()
             sums[2:4] = torch.stack([desirable_P.sum().double(), reward_P[desirable_P].sum()])
             sums[4:] = torch.stack([reward_P[~desirable_P].sum(), threshold_P.sum() / self.preference.beta])
-        return ObjectiveLoss(found.objective_sum, found.loss_sum, sums)
+        return ObjectiveLoss(found.objective_sum, found.loss_sum, sums, found.losses_P)
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """See `RowObjective.metrics`. A step without desirable or without undesirable answers has no margin."""
@@ -130,7 +132,7 @@ class ClassObjective:
         if batch.mesh.sp_rank == 0:
             sums[0] = found.num_documents
             sums[1] = (found.logits_DC.argmax(dim=-1) == classes_D.to(found.logits_DC.device)).sum()
-        return ObjectiveLoss(found.objective_sum, found.loss_sum, sums)
+        return ObjectiveLoss(found.objective_sum, found.loss_sum, sums, found.losses_D)
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """See `RowObjective.metrics`."""

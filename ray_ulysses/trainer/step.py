@@ -277,8 +277,7 @@ def train_step(
         losses[-NUM_ADDED:] += found.added
         if not row.is_filler:
             if sources is not None:
-                assert found.losses_N is not None, "documents are not summed by corpus"
-                sources.add(row, found.losses_N)
+                sources.add(row, found.losses)
             given.append(Given(row.row - rows.start, row.num_supervised, read_back(batch)))
     assert steps == accumulation, f"{steps} micro-batches instead of {accumulation}"
     # If this norm is not finite, ZeRO in DeepSpeed 0.19.8 skips the update without any other report.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.inspect.verification import verify_run
 from ray_ulysses.planner.stages import stage_at
-from ray_ulysses.tracking.events import Evaluated
+from ray_ulysses.tracking.events import Evaluated, SourcesMeasured
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.loop import rate_of_step
 from tests.distributed.reference_case import FIELDS, plain_pair, reference_run, stored_model
@@ -115,11 +117,14 @@ def test_a_run_is_a_plain_loop_with_two_models(tmp_path: Path, kind: str, layout
         return float(torch.stack([loss for loss, _ in found]).mean()), sum(one[0] for _, one in found) / len(found)
 
     evaluations, steps, seen = {0: evaluated()}, [], set()
+    trained: list[tuple[int, str, float]] = []
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
         pieces = [one for row in plan.step_rows(step) for one in plan.pieces(row)]
         seen |= {corpora.locate(one.document)[0].fingerprint for one in pieces}
         found = [pair(one) for one in pieces]
+        folders = [str(corpora.locate(one.document)[0].folder) for one in pieces]
+        trained += [(step, folder, one.item()) for folder, (one, _) in zip(folders, found, strict=True)]
         loss = torch.stack([one for one, _ in found]).mean()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -131,6 +136,13 @@ def test_a_run_is_a_plain_loop_with_two_models(tmp_path: Path, kind: str, layout
         if step % 3 == 0:
             evaluations[step] = evaluated()
     assert len(seen) == 2, "both corpora are trained on"
+    measured = [one for one in read_events(config.run_dir) if isinstance(one, SourcesMeasured)]
+    assert measured
+    for before, event in itertools.pairwise([SimpleNamespace(step=0), *measured]):
+        for corpus in event.corpora:
+            steps_since = range(before.step + 1, event.step + 1)
+            own = [one for step, folder, one in trained if step in steps_since and f"/{corpus.name}" in folder]
+            assert (corpus.tokens, corpus.loss) == (len(own), pytest.approx(sum(own) / len(own), rel=1e-5)), event.step
     for ours, (loss_of_step, norm_of_step, wanted) in zip(read_history(config.run_dir).steps, steps, strict=True):
         assert ours.loss == pytest.approx(loss_of_step, rel=1e-5), ours.step
         assert ours.grad_norm == pytest.approx(norm_of_step, rel=1e-4), ours.step
