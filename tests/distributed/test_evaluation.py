@@ -71,7 +71,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def difference(one: Measured, other: Measured) -> float:
     """Return the largest difference of a loss, in nats, where both have one; everything counted has to be equal."""
-    assert one.cells == other.cells and one.correct == other.correct > 0
+    assert (one.cells, one.correct) == (other.cells, other.correct)
     assert [found.tokens for found in one.by_position.bins] == [found.tokens for found in other.by_position.bins]
     losses = [
         [measured.by_position.loss, *chain(*((found.loss, found.gain) for found in measured.gain.contexts))]
@@ -95,6 +95,8 @@ def test_the_numbers_are_those_of_one_process(
     corpus: Path, names: list[str], layouts: tuple[tuple[int, int], ...]
 ) -> None:
     (alone,) = run_ranks(measure_all, 1, corpus, names, timeout_s=1200)
+    # A few of the random models are never right.
+    assert sum(one.correct > 0 for one in alone) > len(names) / 2
     for sp_size, ring_size in layouts:
         for found in run_ranks(measure_all, sp_size, corpus, names, ring_size, timeout_s=1200):
             for name, one, other in zip(names, alone, found, strict=True):
