@@ -79,7 +79,8 @@ def _attended(qkv_BLHD: Sequence[torch.Tensor], mesh: SequenceMesh) -> torch.Ten
     full = documents.full
     settings = OperatorSettings(
         sinks=None, cu_seqlens=full.spans.cu_seqlens, borders=full.borders, rectangles=full.rectangles,
-        heads=[NUM_HEADS, num_kv_heads, HEAD_SIZE, HEAD_SIZE], scale=SCALE, window=0, softcap=0.0, kernel="auto",
+        heads=[NUM_HEADS, num_kv_heads, HEAD_SIZE, HEAD_SIZE], scale=SCALE, window=0, causal=True, softcap=0.0,
+        kernel="auto",
         ulysses=mesh.group("ulysses").group_name if mesh.ulysses_size > 1 else "",
         ring=mesh.group("ring").group_name if mesh.ring_size > 1 else "",
     )  # fmt: skip

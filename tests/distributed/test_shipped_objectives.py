@@ -20,6 +20,7 @@ from ray_ulysses.tracking.history import read_history
 from tests.distributed.reference_case import reference_run
 from tests.distributed.run_case import train
 from tests.distributed.test_classification_runs import labeled_corpus
+from tests.distributed.test_kto_runs import labeled_corpus as labeled_answers
 from tests.distributed.test_mlm_runs import corpus_of
 from tests.distributed.test_pair_runs import pair_corpus
 from tests.mask_tokenizer import mask_tokenizer
@@ -50,6 +51,8 @@ def tiny(path: Path, folder: Path) -> Config:
         corpus = corpus_of(folder / "texts", mask_tokenizer(folder / "tokenizer"))
     elif kind == "classification":
         corpus = labeled_corpus(folder / "documents")
+    elif kind == "kto":
+        corpus = labeled_answers(folder / "answers")
     else:
         corpus = pair_corpus(folder / "pairs")
     if tree["model"].get("path") is not None:

@@ -19,11 +19,17 @@ from tests.polling import wait_until
 LAUNCHER = "tests.unit.supervision.slow_launcher"
 
 
+def _images() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "ray_ulysses.supervision.image" in one.cmdline()]
+
+
 @pytest.fixture
 def image(monkeypatch: pytest.MonkeyPatch) -> Iterator[psutil.Process]:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
     with warm_image(LAUNCHER):
-        yield next(one for one in psutil.Process().children() if "ray_ulysses.supervision.image" in one.cmdline())
+        # Until it executes the image's program, the child has this process's command line.
+        wait_until(_images, "the image")
+        yield _images()[0]
 
 
 def launched() -> tuple[LauncherProcess, psutil.Process]:
