@@ -54,6 +54,8 @@ def prepare(
     completion_field: Annotated[_Field, _option("Prompt rows: the completion, learned.")] = None,
     chosen_field: Annotated[_Field, _option("Pairs: the better answer, as text or messages.")] = None,
     rejected_field: Annotated[_Field, _option("Pairs: the worse answer.")] = None,
+    query_field: Annotated[_Field, _option("Pairs of texts: the query.")] = None,
+    positive_field: Annotated[_Field, _option("Pairs of texts: the text that matches the query.")] = None,
     weight_field: Annotated[_Field, _option("Any row: the loss weight, 1 if missing.")] = None,
     label_field: Annotated[_Field, _option("Any row but pairs: the class; with prompts, true or false (KTO).")] = None,
     id_field: Annotated[_Field, _option("Any row: an id, stored in the corpus.")] = None,
@@ -83,6 +85,7 @@ def prepare(
     prompt  --prompt-field --completion-field    the completion
     answer  the same with --label-field          the completion, by its label
     pair    --chosen-field --rejected-field      both answers
+    query   --query-field --positive-field       vectors of both texts
 
     Sequences need no tokenizer files: ray-ulysses prepare genome.fa.gz --out corpus --tokenizer kmer:6
 

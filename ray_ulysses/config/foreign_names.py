@@ -159,7 +159,7 @@ _NONE = {
     ),
     "rl loss_type pref_loss": (
         "the loss is set by objective.kind, and there is no reinforcement learning",
-        "remove it, and set objective.kind to next_token, mlm, classification, dpo, ipo, orpo, simpo or kto",
+        "remove it, and set objective.kind to next_token, mlm, classification, embedding, dpo, ipo, orpo, simpo or kto",
     ),
     "reward_model": ("there are no reward models and no reinforcement learning", "remove it"),
     "training trainer train job deepspeed deepspeed_config accelerate parallelism compute_environment": (

@@ -8,30 +8,34 @@ from pydantic import Field
 
 from ray_ulysses.config.section import OnResume, Section, fixed
 
-Task = Literal["causal_lm", "masked_lm", "sequence_classification"]
-"""What a model predicts, by which its Transformers class is chosen: the next token, masked tokens, or the class of a
-document."""
+Task = Literal["causal_lm", "masked_lm", "sequence_classification", "embedding"]
+"""What a model computes, by which its Transformers class is chosen: the next token, masked tokens, or the class or
+vector of a document."""
 
 
 Counts = Literal["tokens", "documents", "pairs"]
 
 
 class ObjectiveSection(Section):
-    """The loss: the cross-entropy of the next token, of masked tokens or of classes, or a loss of answers.
+    """The loss: the cross-entropy of the next token, of masked tokens or of classes, or a loss of answers or vectors.
 
-    Pairs come from corpora written by `prepare --chosen-field --rejected-field`, classes from `--label-field`, and the
-    labeled answers of `kto` from `--prompt-field --completion-field --label-field`.
+    Pairs of answers come from corpora written by `prepare --chosen-field --rejected-field`, pairs of texts from
+    `--query-field --positive-field`, classes from `--label-field`, and the labeled answers of `kto` from
+    `--prompt-field --completion-field --label-field`.
     """
 
     on_resume: ClassVar[OnResume] = fixed("a change would alter the loss curve")
 
-    kind: Literal["next_token", "mlm", "classification", "dpo", "ipo", "orpo", "simpo", "kto"] = "next_token"
+    kind: Literal["next_token", "mlm", "classification", "embedding", "dpo", "ipo", "orpo", "simpo", "kto"] = (
+        "next_token"
+    )
     """`next_token`: cross-entropy of the next token. `mlm`: cross-entropy of masked tokens, for encoders.
-    `classification`: cross-entropy of each document's class. `dpo` and `ipo`: losses of pairs relative to a reference
-    model, the model in `model.path`; `ray-ulysses reference` computes its log-probabilities first. `orpo` and `simpo`:
-    losses of pairs that need no reference model. `kto`: loss of single answers that are labeled as desirable or not,
-    relative to a reference model. All but `dpo` and `kto` divide log-probabilities by the number of tokens of an
-    answer. Default `next_token`."""
+    `classification`: cross-entropy of each document's class. `embedding`: cross-entropy of each query's positive among
+    all positives of the step, by cosine similarities of vectors (InfoNCE). `dpo` and `ipo`: losses of pairs relative
+    to a reference model, the model in `model.path`; `ray-ulysses reference` computes its log-probabilities first.
+    `orpo` and `simpo`: losses of pairs that need no reference model. `kto`: loss of single answers that are labeled as
+    desirable or not, relative to a reference model. All but `dpo` and `kto` divide log-probabilities by the number of
+    tokens of an answer. Default `next_token`."""
 
     beta: float = Field(default=0.1, gt=0)
     """For `orpo`, weight of the odds of both answers; otherwise, scale of the rewards, which is often 2 to 10 with
@@ -54,6 +58,13 @@ class ObjectiveSection(Section):
 
     classes: tuple[str, ...] = Field(default=(), strict=False)
     """For `classification`, names of the classes in the order of the model's outputs. Default: those of the corpora."""
+
+    pooling: Literal["mean", "first", "last"] = "mean"
+    """For `embedding`, tokens of a text whose hidden states are averaged: all, the first or the last.
+    Default `mean`."""
+
+    temperature: float = Field(default=0.05, gt=0)
+    """For `embedding`, divisor of the similarities. Default 0.05."""
 
     mask_fraction: float = Field(default=0.15, gt=0, lt=1)
     """For `mlm`, expected fraction of tokens that are predicted (`mlm_probability` in Transformers). 0.3 is common for
@@ -81,12 +92,17 @@ class ObjectiveSection(Section):
     @property
     def needs_whole_documents(self) -> bool:
         """Whether every token of a document must be in its row."""
-        return self.kind == "classification"
+        return self.kind in ("classification", "embedding")
 
     @property
     def uses_pairs(self) -> bool:
-        """Whether the loss is a function of two answers, which share a row."""
+        """Whether the loss is a function of two texts, which share a row."""
         return self.counts == "pairs"
+
+    @property
+    def uses_answers(self) -> bool:
+        """Whether the loss compares pairs of answers."""
+        return self.uses_pairs and self.kind != "embedding"
 
     @property
     def needs_reference(self) -> bool:
@@ -107,11 +123,12 @@ class ObjectiveSection(Section):
         ]
 
 
-_TASKS: dict[str, Task] = {"mlm": "masked_lm", "classification": "sequence_classification"}
+_TASKS: dict[str, Task] = {"mlm": "masked_lm", "classification": "sequence_classification", "embedding": "embedding"}
 SETTINGS_OF_KIND = {
     "next_token": (),
     "mlm": ("mask_fraction", "mask_unit", "mask_replacement"),
     "classification": ("classes",),
+    "embedding": ("pooling", "temperature"),
     "dpo": ("beta", "label_smoothing", "sft_weight"),
     "ipo": ("beta", "sft_weight"),
     "orpo": ("beta", "sft_weight"),

@@ -60,6 +60,12 @@ class PrepareSection(Section):
     rejected_field: str | None = None
     """Field with the worse answer of a pair. Default null."""
 
+    query_field: str | None = None
+    """Field with the query of a pair of texts. Default null."""
+
+    positive_field: str | None = None
+    """Field with the text that matches the query. Default null."""
+
     weight_field: str | None = None
     """Field with the loss weight. Default null: 1."""
 

@@ -369,14 +369,14 @@ def _objective_fits(config: Config) -> Iterator[Problem]:
     if config.objective.task != "causal_lm" and config.run.sample_every_steps is not None:
         rule = f"generates text, which a model trained with objective.kind={kind} can't do"
         yield problem_of(config, "run.sample_every_steps", rule, "remove it")
-    if config.objective.task == "masked_lm" and config.model.adapter is not None:
+    if config.objective.task in ("masked_lm", "embedding") and config.model.adapter is not None:
         rule = f"adapters are for models that predict the next token, and objective.kind={kind} trains another"
         yield problem_of(config, "model.adapter", rule, "remove it; model.freeze can freeze parameters")
 
 
 def _documents_stay_whole(config: Config) -> Iterator[Problem]:
     kind = config.objective.kind
-    unit = {"pairs": "pairs of answers", "documents": "documents"}.get(config.objective.counts)
+    unit = {"pairs": "pairs", "documents": "documents"}.get(config.objective.counts)
     if unit is None:
         return
     if config.data.overlong != "drop":

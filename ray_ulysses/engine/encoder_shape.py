@@ -23,7 +23,7 @@ def is_bidirectional(config: Config) -> bool:
         UserError: The model configuration can't be read, or the model can't be trained exactly.
     """
     task = config.objective.task
-    if task == "sequence_classification":
+    if task in ("sequence_classification", "embedding"):
         return check_architecture(config).bidirectional() is not None
     return task == "masked_lm"
 

@@ -292,6 +292,9 @@ class ContrastiveLoss:
     """Number of queries that are more similar to their positive than to any other."""
     gradients: tuple[torch.Tensor, ...]
     """Gradient of `loss_sum` by the vectors of each of this rank's micro-batches, fp32 ``[D, H]``."""
+    queries: tuple[torch.Tensor, ...]
+    """For each of this rank's micro-batches, the loss of each query in nats, and 1 if the query counts in `num_right`,
+    otherwise 0; fp64 ``[P, 2]``."""
 
 
 def contrastive_loss(vectors: Sequence[torch.Tensor], mesh: SequenceMesh, temperature: float = 0.05) -> ContrastiveLoss:
@@ -316,19 +319,27 @@ def contrastive_loss(vectors: Sequence[torch.Tensor], mesh: SequenceMesh, temper
         raise UserError(f"the micro-batches have {sizes} documents, but pairs need an even number; keep both in a row")
     all_DH, first = _gathered(torch.cat([one.detach().float() for one in vectors]), mesh)
     all_DH.requires_grad_()
-    loss_sum, num_right, num_pairs = 0.0, 0, len(all_DH) // 2
+    num_pairs, found = len(all_DH) // 2, [torch.zeros(0, 2, dtype=torch.float64, device=all_DH.device)]
     for start in range(0, num_pairs, _QUERIES):
         with torch.enable_grad():
             unit_P2H = normalize(all_DH, dim=-1).view(num_pairs, 2, -1)
             similarities = unit_P2H[start : start + _QUERIES, 0] @ unit_P2H[:, 1].T / temperature
             own = torch.arange(start, start + len(similarities), device=all_DH.device)
-            losses = cross_entropy(similarities, own, reduction="sum")
-        losses.backward()
-        loss_sum += float(losses.detach())
-        num_right += int((similarities.detach().argmax(dim=-1) == own).sum())
+            losses = cross_entropy(similarities, own, reduction="none")
+            losses.sum().backward()
+        is_right = similarities.detach().argmax(dim=-1) == own
+        found.append(torch.stack([losses.detach().double(), is_right.double()], dim=1))
     own_DH = torch.zeros_like(all_DH) if all_DH.grad is None else all_DH.grad
     gradients = own_DH[first : first + sum(sizes)].split(sizes)
-    return ContrastiveLoss(loss_sum=loss_sum, num_pairs=num_pairs, num_right=num_right, gradients=tuple(gradients))
+    queries_P2 = torch.cat(found)
+    loss_sum, num_right = queries_P2.sum(0).tolist()
+    return ContrastiveLoss(
+        loss_sum=loss_sum,
+        num_pairs=num_pairs,
+        num_right=int(num_right),
+        gradients=tuple(gradients),
+        queries=queries_P2[first // 2 : (first + sum(sizes)) // 2].split([size // 2 for size in sizes]),
+    )
 
 
 def contrastive_objective(

@@ -370,7 +370,7 @@ def refuse_architecture(
     if dtype is not None:
         _refuse_unaligned_experts(model, dtype)
     result = refuse_inexact(model, model.config.get_text_config(decoder=True), None)
-    if task != "sequence_classification":
+    if task in ("causal_lm", "masked_lm"):
         refuse_direction(result, model.config.model_type, is_causal=task == "causal_lm")
     if router_loss_of(model) is not None and counts != "tokens":
         raise UserError(
@@ -379,6 +379,11 @@ def refuse_architecture(
         )
     if task == "sequence_classification":
         pooling_of(model)
+    if task == "embedding" and getattr(model, "pooler", None) is not None:
+        raise UserError(
+            f"model_type={model.config.model_type!r}: the model has a pooler, which objective.kind=embedding would not "
+            "train; use a model without one, such as llama, qwen3 or modernbert"
+        )
     refuse_no_bias(model, router_bias_rate)
     refuse_own_loss(model)
     return result

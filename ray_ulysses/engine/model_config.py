@@ -211,6 +211,7 @@ def refuse_no_class(hf_config: Any, task: Task) -> None:
         "causal_lm": ("causal language model", "a decoder such as llama, mistral or qwen3"),
         "masked_lm": ("masked language model", "an encoder such as modernbert, bert or esm"),
         "sequence_classification": ("classifier of texts", "a model such as llama, modernbert or bert"),
+        "embedding": ("model of texts", "a model such as llama, qwen3 or modernbert"),
     }[task]
     if type(hf_config) not in auto_class("whole", task)._model_mapping:
         raise UserError(

@@ -144,7 +144,7 @@ class Preference:
 
 def preference_of(config: Config) -> Preference | None:
     """Return the run's loss of answers, or None if it has another objective."""
-    return Preference(**config.objective.own_settings()) if config.objective.uses_pairs else None
+    return Preference(**config.objective.own_settings()) if config.objective.uses_answers else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -106,7 +106,7 @@ def resolve_tie(hf_config: Any, part: Part, task: Task, path: str) -> None:
     Raises:
         UserError: A hub ID's weights can't be downloaded. Without this error, ranks could disagree on untying.
     """
-    if not getattr(hf_config, "tie_word_embeddings", False):
+    if task not in ("causal_lm", "masked_lm") or not getattr(hf_config, "tie_word_embeddings", False):
         return
     text = hf_config.get_text_config(decoder=True)
     directory = weights_directory(path)

@@ -47,6 +47,7 @@ def model_class(hf_config: Any, part: Part, task: Task = "causal_lm") -> Any:
 def auto_class(part: Part, task: Task = "causal_lm") -> Any:
     """Return the Transformers auto class for a value of ``model.part`` and a task."""
     from transformers import (
+        AutoModel,
         AutoModelForCausalLM,
         AutoModelForMaskedLM,
         AutoModelForMultimodalLM,
@@ -59,6 +60,7 @@ def auto_class(part: Part, task: Task = "causal_lm") -> Any:
         "causal_lm": AutoModelForCausalLM,
         "masked_lm": AutoModelForMaskedLM,
         "sequence_classification": AutoModelForSequenceClassification,
+        "embedding": AutoModel,
     }[task]
 
 

@@ -70,6 +70,11 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
             f"--data: the documents contain token {largest}, but the model has only {source.vocab_size} tokens; "
             "prepare them with the model's own tokenizer"
         )
+    if source.config.objective.kind == "embedding" or any(corpus.info.are_queries for corpus in held.corpora.corpora):
+        raise UserError(
+            f"{request.model}: models and pairs for embeddings can't be evaluated by this command; use the run's "
+            "eval/pair_accuracy, or load the export with sentence-transformers"
+        )
     if any(corpus.info.has_labeled_answers for corpus in held.corpora.corpora):
         raise UserError(
             f"--data: {held.words} are labeled answers, on which only training evaluates (run.eval_every_steps); give "

@@ -104,7 +104,7 @@ def prepare_reference(request: ReferenceRequest) -> PreparedReference:
         UserError: One of them can't be read, or they do not fit together.
     """
     corpus = Corpus.open(request.corpus)
-    if not corpus.info.are_pairs:
+    if not corpus.info.are_pairs or corpus.info.are_queries:
         raise UserError(
             f"CORPUS={request.corpus}: does not contain answers; prepare pairs with --chosen-field and "
             "--rejected-field, or labeled answers with --completion-field and --label-field"

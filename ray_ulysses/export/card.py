@@ -15,6 +15,7 @@ from ray_ulysses.export.report import (
     python_lines,
     serve_line,
 )
+from ray_ulysses.export.sentences import MODULES_FILE
 from ray_ulysses.inspect.run_data import DATA_ERRORS
 from ray_ulysses.run.settings import flat_settings
 from ray_ulysses.run_names import PLAN_FOLDER
@@ -32,7 +33,11 @@ if TYPE_CHECKING:
 
 CARD_FILE = "README.md"
 _LICENSE = re.compile(r"^[a-z0-9][a-z0-9.\-]{0,63}$")
-_PIPELINES = {"AutoModelForMaskedLM": "fill-mask", "AutoModelForSequenceClassification": "text-classification"}
+_PIPELINES = {
+    "AutoModel": "sentence-similarity",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+}
 """Pipeline tag on the Hub, by the class that loads the model."""
 _SETTINGS: dict[str, Any] = {
     "optimizer": True,
@@ -118,11 +123,13 @@ def model_card(report: ExportReport) -> bytes:
     from huggingface_hub import ModelCardData
 
     facts = report.training
+    library = "peft" if report.adapter else "transformers"
+    library = "sentence-transformers" if MODULES_FILE in report.files else library
     front = ModelCardData(
         base_model=facts.base_model,
         datasets=list(facts.datasets) or None,
         license=facts.license,
-        library_name="peft" if report.adapter else "transformers",
+        library_name=library,
         pipeline_tag=_PIPELINES.get(report.loaded_with, "text-generation"),
         tags=["ray-ulysses", "long-context", *(["lora"] if report.adapter else [])],
     )

@@ -164,7 +164,10 @@ def _live_logits(
     sample: Sample,
     merged_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    """Return the concatenated logits of all documents: ``[T, V]``, or of a classifier ``[D * C]``."""
+    """Return the concatenated logits of all documents: ``[T, V]``, or of a classifier ``[D * C]``.
+
+    Of a model for embeddings, return the hidden states ``[T, H]``.
+    """
     model, not_finite = live_model(config, model_config, stored, weights)
     if merged_dtype is not None:
         model = model.merge_and_unload()
@@ -178,7 +181,7 @@ def _live_logits(
     if config.objective.task == "sequence_classification":
         logits = document_logits(model, batch).flatten()
     else:
-        logits = unshard(model(**batch.model_inputs()).logits, batch)[0]
+        logits = unshard(model(**batch.model_inputs())[0], batch)[0]
     if not bool(logits.isfinite().all()):
         where = f"and neither are {len(not_finite)} weights ({not_finite[0]})" if not_finite else "but its weights are"
         raise RunError(
@@ -250,5 +253,5 @@ def _not_loaded(loader: str, error: Exception) -> RunError:
 def _logits(model: Any, sample: Sample) -> torch.Tensor:
     model.eval()
     return torch.cat(
-        [model(input_ids=torch.tensor([document]), use_cache=False).logits[0] for document in sample.documents]
+        [model(input_ids=torch.tensor([document]), use_cache=False)[0][0] for document in sample.documents]
     )

@@ -161,9 +161,16 @@ def _sizes_of(place: Place) -> dict[str, int | None]:
             return {}
         if not place.is_dir():
             raise UserError(f"--out={str(place)!r}: is a file; use a directory")
-        return {path.name: path.lstat().st_size for path in place.iterdir()}
+        return {name: path.lstat().st_size for name, path in _files_in(place).items()}
     found = open_store(place.parent).sizes(place.name)
     return {key.removeprefix(f"{place.name}/"): size for key, size in found.items()}
+
+
+def _files_in(folder: Path) -> dict[str, Path]:
+    """Return the files and empty folders in a directory and its folders, by path."""
+    paths = sorted(folder.rglob("*"))
+    found = (path for path in paths if path.is_symlink() or not path.is_dir() or not any(path.iterdir()))
+    return {path.relative_to(folder).as_posix(): path for path in found}
 
 
 def _not_exported(names: Iterable[str], there: Record) -> str:
@@ -244,11 +251,11 @@ def _sweep(out: Path) -> None:
 
 
 def _publish(folder: Path, out: Path) -> None:
-    for path in folder.iterdir():
+    for path in folder.rglob("*"):
         sync(path)
     sync(folder)
     old = None
-    names = [path.name for path in out.iterdir()] if out.is_dir() else []
+    names = _files_in(out) if out.is_dir() else {}
     if names:
         there = read_record(out)
         # Other files may have appeared during the export.
@@ -281,7 +288,7 @@ def upload(folder: Path, published: ObjectLocation) -> None:
     Raises:
         RunError: The store can't be written. The uploaded files have no record, and the next export replaces them.
     """
-    names = sorted(path.name for path in folder.iterdir() if path.name != RECORD_FILE)
+    names = [name for name in _files_in(folder) if name != RECORD_FILE]
     store = open_store(published)
     try:
         store.delete(RECORD_FILE)

@@ -36,6 +36,7 @@ from ray_ulysses.export.directory import (
 from ray_ulysses.export.files import INDEX_FILE, CopiedFile, WeightFile, index_json, lay_out, write_files
 from ray_ulysses.export.frozen_base import weight_reader, with_base
 from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, ExportRequest, decimal_size
+from ray_ulysses.export.sentences import sentence_files
 from ray_ulysses.export.stream import WeightReader
 from ray_ulysses.export.tensors import DTYPES, Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
@@ -129,6 +130,7 @@ def export_run(request: ExportRequest, log: _Log) -> ExportReport:
     num_bytes = sum(file.num_bytes for file in export.all_files) + sum(map(len, small.values()))
     with unpublished(export.out, num_bytes) as folder:
         for name, content in small.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
         if export.merge is not None and export.merge.left_out:
             log(f"not copied from {export.merge.directory}: {', '.join(export.merge.left_out)}")
@@ -220,7 +222,8 @@ def _small_files(export: _Export) -> dict[str, bytes]:
     if export.merge is not None:
         return {}
     own = export.adapter.small if export.adapter and export.is_adapter else export.architecture.files()
-    small = {**own, **export.tokenizer.files}
+    hidden_size = export.architecture.model.config.get_text_config(decoder=True).hidden_size
+    small = {**own, **export.tokenizer.files, **sentence_files(export.config, hidden_size)}
     if len(export.files) > 1:
         small[INDEX_FILE] = index_json(export.files)
     return small

@@ -244,7 +244,7 @@ def serve_line(report: ExportReport, path: str) -> str:
     """Return the command that serves the directory with vLLM, or a comment that explains why vLLM can't."""
     folder, adapter = shlex.quote(path), report.adapter
     length = f"--max-model-len {report.serving_tokens}"
-    if report.loaded_with in ("AutoModelForMaskedLM", "AutoModelForSequenceClassification"):
+    if report.loaded_with in ("AutoModel", "AutoModelForMaskedLM", "AutoModelForSequenceClassification"):
         return "# The model does not generate text: load it in Python as shown above"
     if adapter is None:
         return f"vllm serve {folder} {length}"

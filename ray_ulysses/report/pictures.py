@@ -540,7 +540,11 @@ PICTURES = (
     ),
     Picture("Training loss by corpus", source_losses_picture, "Each value covers the steps since the previous one."),
     Picture("Accuracy", accuracy_picture, "Documents of a step whose class is predicted."),
-    Picture("Accuracy of pairs", pair_accuracy_picture, "Pairs whose chosen answer has the larger reward."),
+    Picture(
+        "Accuracy of pairs",
+        pair_accuracy_picture,
+        "Pairs whose chosen answer or positive is preferred.",
+    ),
     Picture("Rewards of pairs", pair_rewards_picture, "Means over a step's pairs."),
     Picture("Distance from the reference", pair_kl_picture, "Log-probability of an answer minus the reference's."),
     Picture(

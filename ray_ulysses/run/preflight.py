@@ -44,6 +44,7 @@ from ray_ulysses.planner.stages import stage_plans, stages_of, stand_in_document
 from ray_ulysses.run.checkpoint_store import checkpoint_location, run_dir_answers, storage_answers
 from ray_ulysses.run.classes import class_problems, with_classes
 from ray_ulysses.run.masks import read_masking, run_masking, store_masking
+from ray_ulysses.run.objective_data import objective_problems
 from ray_ulysses.run.origin import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
 from ray_ulysses.run.planning import plan_run, store_plan
 from ray_ulysses.run.reference import pin_reference, reference_digest, reference_notes, reference_problems
@@ -223,7 +224,7 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
     masking, mask_problems = _masking(config, corpora.corpora[0], stored_run, shape.vocab_size)
     problems += mask_problems
     documents = (*corpora.corpora, *validation.corpora)
-    problems += (*_objective_problems(config, documents), *class_problems(config))
+    problems += (*objective_problems(config, documents, partial(_setting_of, config)), *class_problems(config))
     digest = reference_digest(config, has_begun=stored_run.has_begun) if not problems else None
     problems += reference_problems(config, digest, documents, partial(_setting_of, config))
     for corpus in validation.corpora:
@@ -274,34 +275,6 @@ def _masking(
     return masking, ()
 
 
-def _objective_problems(config: Config, corpora: Sequence[Corpus]) -> Iterator[Problem]:
-    """Refuse corpora that do not suit the objective."""
-    kind = config.objective.kind
-    for corpus in corpora:
-        path, info = str(corpus.folder), corpus.info
-        rule = hint = ""
-        if info.are_pairs and not config.objective.uses_pairs:
-            loss = "kto" if info.has_labeled_answers else "dpo"
-            rule, hint = "has answers, which need a preference loss", f"set objective.kind, for example to {loss}"
-        elif config.objective.uses_pairs and not info.are_pairs:
-            rule = f"does not contain pairs of answers, which objective.kind={kind} requires"
-            fields = "--completion-field and --label-field" if kind == "kto" else "--chosen-field and --rejected-field"
-            hint = f"prepare it with {fields}, or set objective.kind: next_token"
-        elif kind == "kto" and not info.has_labeled_answers:
-            rule = f"has pairs of answers without labels, which objective.kind={kind} requires"
-            hint = "prepare it with --completion-field and --label-field, or set objective.kind, for example to dpo"
-        elif kind != "kto" and info.has_labeled_answers:
-            rule, hint = f"has labeled answers, but objective.kind={kind} compares pairs", "set objective.kind: kto"
-        elif kind == "classification" and not info.classes:
-            rule = f"has documents without classes, which objective.kind={kind} requires"
-            hint = "prepare it with --label-field, or set objective.kind: next_token"
-        elif kind == "classification" and (others := sorted({*info.classes} - {*config.objective.classes})):
-            rule = f"has the class {others[0]!r}, which is not one of objective.classes"
-            hint = "add it to objective.classes, or remove objective.classes to use the classes of the corpora"
-        if rule:
-            yield Problem(path=_setting_of(config, path), value=path, rule=rule, hint=hint)
-
-
 def _longest_planned(config: Config, corpora: Sequence[Corpus], plan: Plan) -> int:
     """Return the length in tokens of the longest document that may be packed into a row, or 0 without documents."""
     overlong, row_tokens = get_args(Overlong).index(plan.settings.overlong), plan.settings.capacity
@@ -309,8 +282,9 @@ def _longest_planned(config: Config, corpora: Sequence[Corpus], plan: Plan) -> i
     used = {source.fingerprint for source in planned if source.is_used}
     there = [corpus for corpus in corpora if corpus.fingerprint in used]
     if config.objective.uses_pairs:
-        # Both answers have positions of their own.
-        fits = [corpus.text_lengths[corpus.lengths <= row_tokens + 1] for corpus in there if corpus.info.are_pairs]
+        # Both texts have positions of their own.
+        most = row_tokens + (not config.objective.needs_whole_documents)
+        fits = [corpus.text_lengths[corpus.lengths <= most] for corpus in there if corpus.info.are_pairs]
         return max((int(lengths.max(initial=0)) for lengths in fits), default=0)
     return max((int(longest_planned(corpus.lengths, row_tokens, overlong)) for corpus in there), default=0)
 

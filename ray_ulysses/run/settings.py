@@ -79,7 +79,7 @@ def model_shape(config: Config) -> ModelShape:
             name pattern.
     """
     shape = _whole_shape(config)
-    if config.objective.counts == "documents":
+    if config.objective.needs_whole_documents:
         # There is no output head over the vocabulary.
         shape = replace(shape, tied_embeddings=True)
     if shape.experts is not None and config.optimizer.router_loss is not None:

@@ -50,13 +50,19 @@ METRIC_UNITS: tuple[MetricUnit, ...] = (
     MetricUnit("eval/*/loss", "nats", "the same, of one validation corpus or of held-out documents"),
     MetricUnit("train/z_loss", "nats per token", "z-loss times its coefficient, as added to the loss"),
     MetricUnit("train/router_loss", "nats per token", "router loss times its coefficient, as added to the loss"),
-    MetricUnit("pairs/accuracy", "fraction", "pairs whose chosen answer has the larger reward"),
+    MetricUnit(
+        "pairs/accuracy", "fraction", "pairs whose chosen answer has the larger reward, or whose positive is nearest"
+    ),
     MetricUnit("pairs/margin", "1", "mean reward of the chosen answers minus that of the rejected ones"),
     MetricUnit("pairs/chosen_reward", "1", "mean reward of the chosen answers"),
     MetricUnit("pairs/kl", "nats", "log-probability of an answer minus that of the reference model, mean"),
     MetricUnit("train/accuracy", "fraction", "documents of a step whose class is predicted"),
     MetricUnit("eval/accuracy", "fraction", "evaluated documents whose class is predicted"),
-    MetricUnit("eval/pair_accuracy", "fraction", "evaluated pairs whose chosen answer has the larger reward"),
+    MetricUnit(
+        "eval/pair_accuracy",
+        "fraction",
+        "evaluated pairs whose chosen answer or positive is preferred",
+    ),
     MetricUnit("router/max_imbalance", "ratio", "tokens of the busiest expert over the mean, in the worst layer"),
     MetricUnit("router/dead_experts", "experts", "experts of all layers that received no token of the step"),
     MetricUnit("router/mean_entropy", "nats", "entropy of the routers' probabilities, mean over tokens and layers"),

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.engine.heads import classification_loss
-from ray_ulysses.engine.preferences import preference_loss, preference_of
+from ray_ulysses.engine.preferences import preference_loss
 
 if TYPE_CHECKING:
     from ray_ulysses.attention.batch import ShardedBatch
-    from ray_ulysses.config import Config
-    from ray_ulysses.data.plan.rows import Piece
-    from ray_ulysses.data.read.reader import RowReader, RowSlice
+    from ray_ulysses.data.read.reader import RowSlice
     from ray_ulysses.engine.preferences import Preference
     from ray_ulysses.parallel.layout import TileSetting
 
@@ -40,6 +37,21 @@ class ObjectiveLoss(NamedTuple):
 class RowObjective(Protocol):
     """An objective whose loss is a mean over documents, or over pairs of documents."""
 
+    def prepared(
+        self, engine: Any, slices: Iterable[RowSlice], batch_of: Callable[[RowSlice], ShardedBatch], ends: Sequence[int]
+    ) -> Iterable[RowSlice]:
+        """Return the slices of a step or an evaluation, after computing what their losses have in common.
+
+        All ranks must call this method before `loss`, with the same number of slices.
+
+        Args:
+            engine: The engine.
+            slices: This rank's slices.
+            batch_of: Returns a slice as a batch, with the random state of its row.
+            ends: The row after the last of each set of rows whose losses are independent.
+        """
+        ...
+
     def loss(self, engine: Any, batch: ShardedBatch, row: RowSlice, tile: TileSetting) -> ObjectiveLoss:
         """Run the forward pass, and return the loss of a slice. All ranks of ``sp`` must call this method."""
         ...
@@ -56,6 +68,10 @@ class PairObjective:
     preference: Preference
     reference: Callable[[RowSlice], torch.Tensor] | None
     """Returns the log-probability of each answer of a row under the reference model, fp64, if the loss needs it."""
+
+    def prepared(self, engine: Any, slices: Iterable[RowSlice], *_: Any) -> Iterable[RowSlice]:
+        """See `RowObjective.prepared`."""
+        return slices
 
     def loss(self, engine: Any, batch: ShardedBatch, row: RowSlice, tile: TileSetting) -> ObjectiveLoss:
         """See `RowObjective.loss`."""
@@ -89,6 +105,10 @@ class LabeledObjective:
     """See `PairObjective.reference`."""
     classes: Callable[[RowSlice], Sequence[str]]
     """Returns the class of each document of a row, ``true`` if it is desirable."""
+
+    def prepared(self, engine: Any, slices: Iterable[RowSlice], *_: Any) -> Iterable[RowSlice]:
+        """See `RowObjective.prepared`."""
+        return slices
 
     def loss(self, engine: Any, batch: ShardedBatch, row: RowSlice, tile: TileSetting) -> ObjectiveLoss:
         """See `RowObjective.loss`."""
@@ -124,6 +144,10 @@ class ClassObjective:
     classes_of: Callable[[RowSlice], Sequence[str]]
     """Returns the class of each document of a row."""
 
+    def prepared(self, engine: Any, slices: Iterable[RowSlice], *_: Any) -> Iterable[RowSlice]:
+        """See `RowObjective.prepared`."""
+        return slices
+
     def loss(self, engine: Any, batch: ShardedBatch, row: RowSlice, tile: TileSetting) -> ObjectiveLoss:
         """See `RowObjective.loss`."""
         classes_D = torch.tensor([self.classes.index(one) for one in self.classes_of(row)], dtype=torch.int64)
@@ -137,39 +161,3 @@ class ClassObjective:
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """See `RowObjective.metrics`."""
         return {"accuracy": sums[1] / sums[0]}
-
-
-def row_objective(
-    config: Config,
-    reader: RowReader,
-    pieces: Callable[[int], Sequence[Piece]],
-    references: Callable[[Sequence[Piece]], torch.Tensor] | None,
-) -> RowObjective | None:
-    """Return a run's objective of documents, or None if the run's loss is a mean over tokens.
-
-    Args:
-        config: The configuration.
-        reader: A reader of the rows' corpora.
-        pieces: Returns the documents of a row.
-        references: Returns the log-probability of each answer of a row's pairs under the reference model, if the loss
-            needs it.
-    """
-    preference = preference_of(config)
-    if config.objective.counts == "tokens":
-        return None
-    corpora = CorpusSet(reader.sources)
-
-    def pieces_of(row: RowSlice) -> Sequence[Piece]:
-        return () if row.is_filler else pieces(row.row)
-
-    def classes_of(row: RowSlice) -> Sequence[str]:
-        located = [corpora.locate(piece.document) for piece in pieces_of(row)]
-        return [corpus.info.classes[corpus.labels[document]] for corpus, document in located]
-
-    if config.objective.kind == "classification":
-        return ClassObjective(classes=config.objective.classes, classes_of=classes_of)
-    assert preference is not None
-    reference = None if references is None else lambda row: references(pieces_of(row))
-    if preference.kind == "kto" and reference is not None:
-        return LabeledObjective(preference=preference, reference=reference, classes=classes_of)
-    return PairObjective(preference=preference, reference=reference)

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -255,14 +256,15 @@ def train_step(
         RunError: The model received tokens that differ from the plan.
     """
     slices, weight = _weighed(slices, tokens, mesh, device)
-    weight = weight if objective is None else num_counted
+    seeded = partial(_seeded_batch, mesh=mesh, device=device, seed=seed)
+    if objective is not None:
+        weight, slices = num_counted, objective.prepared(engine, slices, seeded, [rows.stop])
     scale = loss_scale(weight, mesh, zero_stage=engine.zero_optimization_stage(), accumulation=accumulation)
     # One loss for each row, one for all fillers, then the sums that a row loss adds.
     losses = torch.zeros(len(rows) + 1 + NUM_ADDED, dtype=torch.float64, device=device)
     given: list[Given] = []
     for steps, row in enumerate(slices, start=1):
-        batch = batch_of(row, mesh, device)
-        _seed_generators(mix_int(mix_int(seed) ^ (row.row % 2**64)) >> 1, device)
+        batch = seeded(row)
         with contextlib.nullcontext() if routers is None else routers.counting(batch):
             found = row_loss(
                 engine, batch, row, tile=loss_tile, z_loss=z_loss, token_loss=token_loss, objective=objective
@@ -285,6 +287,12 @@ def train_step(
     checksums, received = received_of(given, len(rows), device)
     watches = (sources, routers, objective)
     return _agree(losses, grad_norm, checksums, received, rows, (tokens, weight), flags(), num_direct(), mesh, watches)
+
+
+def _seeded_batch(row: RowSlice, mesh: SequenceMesh, device: torch.device, seed: int) -> ShardedBatch:
+    """Return a row slice as a batch, and set the random state to that of its row."""
+    _seed_generators(mix_int(mix_int(seed) ^ (row.row % 2**64)) >> 1, device)
+    return batch_of(row, mesh, device)
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:
@@ -332,12 +340,18 @@ def evaluate(
     the row after the last of each. The loss is the unweighted cross-entropy over supervised tokens, without label
     weights or auxiliary losses, or that of ``objective``.
     """
+
+    def unweighted(row: RowSlice) -> ShardedBatch:
+        return batch_of(replace(row, label_weights=None), mesh, device)
+
     engine.eval()
     totals = torch.zeros(len(ends), 4, dtype=torch.float64, device=device)
     try:
         with torch.no_grad():
+            if objective is not None:
+                slices = objective.prepared(engine, slices, unweighted, ends)
             for row in slices:
-                batch: ShardedBatch = batch_of(replace(row, label_weights=None), mesh, device)
+                batch = unweighted(row)
                 # A filler row has neither loss nor tokens, and its number is below all others.
                 of_set = totals[bisect_right(ends, row.row)]
                 found = row_loss(engine, batch, row, tile=loss_tile, objective=objective)

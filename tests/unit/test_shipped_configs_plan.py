@@ -22,13 +22,15 @@ _CONFIGS = tuple(sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")))
 _EACH_KIND = [
     path
     for path in _CONFIGS
-    if any(word in path.stem for word in ("tiny", "chat", "lora", "1m", "qwen3-4b_8xh100_sp4", "dpo", "mlm"))
+    if any(
+        word in path.stem for word in ("tiny", "chat", "lora", "1m", "qwen3-4b_8xh100_sp4", "dpo", "mlm", "embedding")
+    )
 ]
 
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Prepare a corpus for each kind of objective: texts, texts with a mask token, and pairs of answers."""
+    """Return a corpus of each kind of objective: texts, with or without mask tokens, and pairs of answers or texts."""
     folder = tmp_path_factory.mktemp("corpus")
     # Long enough that every context has several full rows, in a hundred documents, so that some are held out.
     texts = [text * 200 for text in varied_texts(100, longest=400)]
@@ -41,11 +43,17 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )
     rows = [{"prompt": text[:15_000], "chosen": text[:90], "rejected": text[:60]} for text in texts]
     found["pairs"] = prepared(folder / "pairs", rows, prompt="prompt").path
+    rows = [{"query": text[:90], "positive": text[90:8000]} for text in texts]
+    found["queries"] = prepared(
+        folder / "queries", rows, chosen=None, rejected=None, query="query", positive="positive"
+    ).path
     return found
 
 
 def corpus_of(corpora: dict[str, Path], config: Config) -> Path:
     objective = config.objective
+    if objective.kind == "embedding":
+        return corpora["queries"]
     return corpora["pairs" if objective.uses_pairs else "masked" if objective.task == "masked_lm" else "texts"]
 
 

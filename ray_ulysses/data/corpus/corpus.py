@@ -186,7 +186,7 @@ class Corpus:
 
     @cached_property
     def borders(self) -> NDArray[np.int64]:
-        """Number of tokens of each pair's chosen answer, with its prompt; int64 [documents]."""
+        """Number of tokens of each pair's query, or chosen answer with its prompt; int64 [documents]."""
         assert self._span_table is not None and self.info.are_pairs
         with self._reading(SPANS_FILE):
             spans = self._span_table.all()
@@ -194,7 +194,7 @@ class Corpus:
 
     @property
     def text_lengths(self) -> NDArray[np.integer]:
-        """Number of tokens of each text: a document, or the longer answer of a pair; [documents]."""
+        """Number of tokens of each text: a document, or the longer one of a pair; [documents]."""
         if not self.info.are_pairs:
             return self.lengths
         longer: NDArray[np.int64] = np.maximum(self.borders, self.lengths - self.borders)

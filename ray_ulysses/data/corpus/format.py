@@ -155,7 +155,9 @@ class CorpusInfo:
     are_pairs: bool = False
     """Whether each document is a pair of answers: the chosen and the rejected one, each with its prompt. The document's
     first label span ends with the chosen answer, and the second with the rejected one. With classes, see
-    `has_labeled_answers`."""
+    `has_labeled_answers`. Or a pair of texts; see `are_queries`."""
+    are_queries: bool = False
+    """Whether each document is a pair of a query and a text that matches it."""
     classes: tuple[str, ...] = ()
     """Names of the documents' classes, in order; empty if the documents have no classes."""
     labels_crc32: Whole = 0
@@ -191,6 +193,7 @@ class CorpusInfo:
             "shards": [[shard.num_tokens, shard.tokens.crc32] for shard in self.shards],
             "spans": None if self.spans is None else [self.spans.num_spans, self.spans.content_crc32],
             **({"pairs": True} if self.are_pairs else {}),
+            **({"queries": True} if self.are_queries else {}),
             **({"classes": [*self.classes, self.labels_crc32]} if self.classes else {}),
         }
         return stable_hash(content)

@@ -148,7 +148,7 @@ class CorpusSet:
         return corpus.label_weights(local, first, last)
 
     def documents_of(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        """Return the parts of a row that attend to themselves alone: its pieces, or both answers of each pair."""
+        """Return the parts of a row that attend to themselves alone: its pieces, or both texts of each pair."""
         if not any(source.are_pairs for source in self.sources):
             return pieces
         answers = []

@@ -136,6 +136,7 @@ def merge(
         spans=spans,
         turn_ends=tuple(sorted({token for unit in units for token in unit.turn_ends})),
         are_pairs=units[0].are_pairs,
+        are_queries=units[0].are_queries,
         **documents,
     )
     # The files were synced when written. Syncing the folders makes the file names durable.

@@ -235,9 +235,10 @@ def _listed(request: PrepareRequest) -> Preparation:
             f"(--kind={request.sources.kind}), or none of the matching files has rows; nothing was written"
         )
     for unit in units:
-        if fields.kind == "pair" and unit.kind in TOKENIZED:
+        if fields.kind in ("pair", "query") and unit.kind in TOKENIZED:
+            first = f"--chosen-field={fields.chosen}" if fields.chosen else f"--query-field={fields.query}"
             raise UserError(
-                f"--chosen-field={fields.chosen}: {path_text(unit.files[0].path)} contains tokens of another tool, not "
+                f"{first}: {path_text(unit.files[0].path)} contains tokens of another tool, not "
                 "pairs; exclude the file (--exclude)"
             )
         if fields.label is not None and unit.kind in ("megatron", "datatrove"):

@@ -88,7 +88,9 @@ class UnitResult:
     lines: LineCounts | None
     """Line counts of the unit's file or range, or None if the source format has no lines."""
     are_pairs: bool = False
-    """Whether each document is a pair of answers, or a labeled answer followed by another."""
+    """Whether each document is a pair of texts, or a labeled answer followed by another."""
+    are_queries: bool = False
+    """Whether each document is a pair of a query and a text that matches it."""
     has_labels: bool = False
     """Whether each document has a class."""
     num_chats: int = 0
@@ -183,7 +185,8 @@ def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
         turn_ends=tuple(sorted(collected.turn_ends)),
         token_counts=None if collected.counts is None else tuple(collected.counts.tolist()),
         lines=collected.lines,
-        are_pairs=unit.kind != "text" and unit.fields.kind in ("pair", "answer"),
+        are_pairs=unit.kind != "text" and unit.fields.kind in ("pair", "answer", "query"),
+        are_queries=unit.kind != "text" and unit.fields.kind == "query",
         has_labels=unit.kind != "text" and unit.fields.label is not None,
         num_chats=collected.num_chats,
         num_chat_documents=collected.num_chat_documents,

@@ -1,8 +1,8 @@
 """Turns rows into documents, or into reasons to reject them.
 
-A row of JSONL, Parquet or a dataset is of one of six kinds, by the field options: text; tokens with optional labels; a
-chat in OpenAI, ShareGPT or TRL format; a prompt with a completion; a prompt with a completion that is labeled as
-desirable or not; or a prompt with a chosen and a rejected answer.
+A row of JSONL, Parquet or a dataset is of one of seven kinds, by the field options: text; tokens with optional labels;
+a chat in OpenAI, ShareGPT or TRL format; a prompt with a completion; a prompt with a completion that is labeled as
+desirable or not; a prompt with a chosen and a rejected answer; or a query with a text that matches it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from ray_ulysses.errors import NOT_GIVEN, ConfigError, Problem
 
-RowKind = Literal["text", "tokens", "messages", "completion", "answer", "pair"]
+RowKind = Literal["text", "tokens", "messages", "completion", "answer", "pair", "query"]
 FieldRole = Literal[
     "text", "tokens", "labels", "messages", "tools", "system", "prompt", "input", "completion", "chosen", "rejected",
-    "weight", "label", "id",
+    "query", "positive", "weight", "label", "id",
 ]  # fmt: skip
 DEFAULT_TEXT_FIELD = "text"
 # Fields that any row may lack.
@@ -46,6 +46,7 @@ _COMMON_FIELDS: tuple[dict[FieldRole, tuple[str, ...]], ...] = (
     {"chosen": ("chosen",), "rejected": ("rejected",)},
     {"prompt": ("prompt",), "completion": ("completion", "response", "output", "answer")},
     {"prompt": ("instruction",), "input": ("input",), "completion": ("output", "response")},
+    {"query": ("query", "anchor"), "positive": ("positive", "pos")},
     {"prompt": ("question",), "completion": ("answer", "response")},
     {"tokens": ("input_ids", "tokens", "token_ids"), "labels": ("labels",)},
     {"text": ("text", "content", "contents", "body", "document", "raw_content", "article", "code", "markdown")},
@@ -129,6 +130,9 @@ class RowFields:
     chosen: str | None = None
     """The better answer: text with ``prompt``, or messages that end with the answer. Only answers are supervised."""
     rejected: str | None = None
+    query: str | None = None
+    """A text whose vector is trained to be near the vector of ``positive``."""
+    positive: str | None = None
     weight: str | None = None
     """Loss weight of the document's tokens; 1 if missing. With ``tokens``, a list of one weight per token is
     allowed."""
@@ -153,6 +157,8 @@ class RowFields:
             return "pair"
         if self.completion is not None and self.label is not None:
             return "answer"
+        if self.query is not None:
+            return "query"
         return "text" if self.prompt is None else "completion"
 
     @property
@@ -181,7 +187,14 @@ class RowFields:
         for role, value in given.items():
             if not value:
                 refuse(role, "is empty", "set it to the name of a key or column")
-        alone = ["text", "tokens", "messages", "chosen", *(() if {"messages", "chosen"} & {*given} else ("prompt",))]
+        alone = [
+            "text",
+            "tokens",
+            "messages",
+            "chosen",
+            "query",
+            *(() if {"messages", "chosen"} & {*given} else ("prompt",)),
+        ]
         chosen = [role for role in alone if role in given]
         for other in chosen[1:]:
             refuse(
@@ -193,6 +206,7 @@ class RowFields:
             if role in given and partner not in given:
                 refuse(role, f"requires {option(partner)}, which is not set")
         pairs = [("input", "completion"), ("system", "messages"), ("chosen", "rejected"), ("rejected", "chosen")]
+        pairs += [("query", "positive"), ("positive", "query")]
         if not {"messages", "chosen"} & {*given}:
             pairs += [("prompt", "completion"), ("completion", "prompt")]
         for role, partner in pairs:
@@ -201,10 +215,10 @@ class RowFields:
         for other in {"messages", "chosen"} & {*given} if "completion" in given else ():
             rule = f"{option(other)}={given[other]!r} already contains the completion"
             refuse("completion", rule, "remove one of the two options")
-        if "weight" in given and self.kind in ("pair", "answer"):
-            refuse("weight", "losses of answers have no weights", "remove it")
-        if "label" in given and "chosen" in given:
-            refuse("label", "a pair of answers has no class", "remove it")
+        if "weight" in given and self.kind in ("pair", "answer", "query"):
+            refuse("weight", "losses of answers and pairs have no weights", "remove it")
+        if "label" in given and {"chosen", "query"} & {*given}:
+            refuse("label", "a pair of texts has no class", "remove it")
         names = [value for role, value in given.items() if role != "id"]
         for name in sorted({name for name in names if name and names.count(name) > 1}):
             roles = [role for role, value in given.items() if value == name]
@@ -289,7 +303,15 @@ class PairRow:
     rejected: ChatRow | CompletionRow
 
 
-Content = str | TokenRow | ChatRow | CompletionRow | PairRow
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueryRow:
+    """A query and a text that matches it."""
+
+    query: str
+    positive: str
+
+
+Content = str | TokenRow | ChatRow | CompletionRow | PairRow | QueryRow
 
 
 def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
@@ -300,6 +322,8 @@ def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
         return _completion_row(row)
     if kind == "pair":
         return _pair_row(row)
+    if kind == "query":
+        return QueryRow(query=_text(row["query"], "query"), positive=_text(row["positive"], "positive"))
     if kind == "messages":
         return conversation(row["messages"], row.get("tools"), row.get("prompt"), row.get("system"))
     tokens = _integers(row["tokens"], "tokens")

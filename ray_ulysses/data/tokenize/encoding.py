@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.fingerprint import stable_hash
-from ray_ulysses.data.sources.rows import ChatRow, CompletionRow, Content, PairRow, RowError, TokenRow
+from ray_ulysses.data.sources.rows import ChatRow, CompletionRow, Content, PairRow, QueryRow, RowError, TokenRow
 from ray_ulysses.data.tokenize.chat import ChatFormat
 from ray_ulysses.data.tokenize.options import NONE, TOKENIZER, EncodingOptions
 from ray_ulysses.data.tokenize.spans import DIGEST_BYTES, EncodedDocument, mask_spans, span_mask
@@ -131,6 +131,10 @@ class DocumentEncoder:
             return [self._chat(chat) for chat in chats]
         if isinstance(content, PairRow):
             return [_joined(self._answer(content.chosen, "chosen"), self._answer(content.rejected, "rejected"))]
+        if isinstance(content, QueryRow):
+            [query], [positive] = self.encode(content.query), self.encode(content.positive)
+            # The first token of a text is never predicted, and would be the label of the query's last token.
+            return [_joined(query, replace(positive, starts=positive.starts + 1))]
         ids, num_prompt = self._completion(content)
         return [_encoded(ids, np.array([num_prompt], dtype=np.int64), np.array([ids.size], dtype=np.int64))]
 
@@ -274,7 +278,7 @@ class DocumentEncoder:
 
 
 def _joined(chosen: EncodedDocument, rejected: EncodedDocument) -> EncodedDocument:
-    """Return a pair as one document, whose first span ends where the rejected answer's prompt begins."""
+    """Return a pair as one document, whose first span ends where the second text begins."""
     starts, stops = np.append(chosen.starts, chosen.ids.size + rejected.starts), [chosen.ids.size, rejected.ids.size]
     return EncodedDocument(
         ids=np.concatenate([chosen.ids, rejected.ids]),

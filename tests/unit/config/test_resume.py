@@ -78,7 +78,7 @@ _OTHER: dict[str, dict[str, Any]] = {
     "tracking": {"experiment": "other"},
     "objective": {"kind": "orpo", "beta": 0.5, "margin": 0.5, "label_smoothing": 0.1, "sft_weight": 1.0,
                   "mask_fraction": 0.3, "mask_unit": "word", "mask_replacement": "mask", "classes": ["a", "b"],
-                  "desirable_weight": 2.0, "undesirable_weight": 0.5},
+                  "desirable_weight": 2.0, "undesirable_weight": 0.5, "pooling": "last", "temperature": 0.1},
 }  # fmt: skip
 
 
@@ -88,6 +88,8 @@ def test_each_fixed_setting_alone_is_a_conflict(path: str) -> None:
     of_pairs = {"data__overlong": "drop", "objective__kind": "simpo"}
     required |= {f"objective.{name}": of_pairs for name in _OTHER["objective"]}
     required["objective.classes"] = {"data__overlong": "drop", "objective__kind": "classification"}
+    of_texts = {"data__overlong": "drop", "objective__kind": "embedding"}
+    required |= {f"objective.{name}": of_texts for name in ("pooling", "temperature")}
     required |= {f"objective.{name}": {"objective__kind": "mlm"} for name in _OTHER["objective"] if "mask" in name}
     of_answers = {"data__overlong": "drop", "objective__kind": "kto", "model__init": "pretrained"}
     required |= {f"objective.{name}": of_answers for name in ("desirable_weight", "undesirable_weight")}

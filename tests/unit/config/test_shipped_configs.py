@@ -17,10 +17,11 @@ _NAME = re.compile(
     r"^(?P<model>[a-z0-9.-]+)_(?:cpu|(?P<gpus>\d+)xh100)_sp(?P<sp>\d+)(?:-(?:elastic|stages|dp(?P<dp>\d+)))?_(?P<context>\d+)(?P<unit>[km])$"
 )
 # Parameters as the models' own pages state them.
-# A classifier has no output head over the vocabulary.
+# Models of documents have no output head over the vocabulary.
 _PARAMETERS = {
     "llama3-8b-classification": 7_504_924_672,
     "llama3-8b": 8_030_261_248,
+    "modernbert-large-embedding": 394_781_696,
     "modernbert-large": 395_881_664,
     "qwen3-4b": 4_022_468_096,
 }

@@ -28,7 +28,7 @@ USER, SYSTEM = {"role": "user", "content": "the fox?"}, {"role": "system", "cont
 FIRST, SECOND = {"role": "assistant", "content": "over the dog"}, {"role": "assistant", "content": "lazy"}
 
 
-def prepared(folder: Path, rows: list[dict[str, Any]], tokenizer: str = "bytes", **names: str) -> Corpus:
+def prepared(folder: Path, rows: list[dict[str, Any]], tokenizer: str = "bytes", **names: str | None) -> Corpus:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -173,3 +173,18 @@ def test_a_row_has_both_answers_as_documents_without_a_label_across_their_border
     assert reader.sum_squares(range(plan.num_rows)) == sum(
         length**2 for row in range(plan.num_rows) for length in reader.read("train", row, 0, 1).document_lengths
     )
+
+
+def test_a_query_and_its_positive_are_two_whole_texts(tmp_path: Path) -> None:
+    rows = [{"q": "ab", "p": "cde"}, {"q": "", "p": "x"}, {"q": "ab", "p": None}]
+    corpus = prepared(tmp_path, rows, chosen=None, rejected=None, query="q", positive="p")
+    assert (corpus.info.are_pairs, corpus.info.are_queries, corpus.borders.tolist()) == (True, True, [3])
+    assert corpus.lengths.tolist() == [7] and corpus.spans is not None
+    # The first token of a text is never a label.
+    assert (corpus.spans.starts.tolist(), corpus.spans.stops.tolist()) == ([0, 4], [3, 7])
+    assert reasons_of(corpus) == ["the query is empty", "the positive is missing, not a string"]
+    refused = ({"query": "q"}, "--query-field"), ({"query": "q", "positive": "p", "label": "l"}, "--label-field")
+    for wrong, at in refused:
+        with pytest.raises(ConfigError) as error:
+            RowFields(**wrong).check("auto")
+        assert [one.path for one in error.value.problems] == [at]
