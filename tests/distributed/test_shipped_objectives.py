@@ -20,6 +20,7 @@ from ray_ulysses.tracking.history import read_history
 from tests.distributed.reference_case import reference_run
 from tests.distributed.run_case import train
 from tests.distributed.test_classification_runs import labeled_corpus
+from tests.distributed.test_embedding_runs import corpus_of_pairs
 from tests.distributed.test_kto_runs import labeled_corpus as labeled_answers
 from tests.distributed.test_mlm_runs import corpus_of
 from tests.distributed.test_pair_runs import pair_corpus
@@ -51,15 +52,18 @@ def tiny(path: Path, folder: Path) -> Config:
         corpus = corpus_of(folder / "texts", mask_tokenizer(folder / "tokenizer"))
     elif kind == "classification":
         corpus = labeled_corpus(folder / "documents")
+    elif kind == "embedding":
+        corpus = corpus_of_pairs(folder / "texts")
     elif kind == "kto":
         corpus = labeled_answers(folder / "answers")
     else:
         corpus = pair_corpus(folder / "pairs")
     if tree["model"].get("path") is not None:
         # A stored model takes the place of the one on the hub.
+        task = "masked_lm" if described["model_type"] == "modernbert" else "causal_lm"
         fields = {name: value for name, value in described.items() if name != "model_type"}
         torch.manual_seed(0)
-        model = auto_class("whole", "causal_lm").from_config(AutoConfig.for_model(described["model_type"], **fields))
+        model = auto_class("whole", task).from_config(AutoConfig.for_model(described["model_type"], **fields))
         model.save_pretrained(folder / "model")
         tree["model"] |= {"path": str(folder / "model"), "config": None}
     else:
