@@ -181,7 +181,7 @@ def _live_logits(
     if config.objective.task == "sequence_classification":
         logits = document_logits(model, batch).flatten()
     else:
-        logits = unshard(model(**batch.model_inputs())[0], batch)[0]
+        logits = unshard(_scores(model(**batch.model_inputs())), batch)[0]
     if not bool(logits.isfinite().all()):
         where = f"and neither are {len(not_finite)} weights ({not_finite[0]})" if not_finite else "but its weights are"
         raise RunError(
@@ -253,5 +253,11 @@ def _not_loaded(loader: str, error: Exception) -> RunError:
 def _logits(model: Any, sample: Sample) -> torch.Tensor:
     model.eval()
     return torch.cat(
-        [model(input_ids=torch.tensor([document]), use_cache=False)[0][0] for document in sample.documents]
+        [_scores(model(input_ids=torch.tensor([document]), use_cache=False))[0] for document in sample.documents]
     )
+
+
+def _scores(output: Any) -> torch.Tensor:
+    """Return the logits of a model's output, or the hidden states of a model without a head."""
+    scores: torch.Tensor = output.logits if "logits" in output else output.last_hidden_state
+    return scores

@@ -35,9 +35,10 @@ class EmbeddingObjective:
         self, engine: Any, slices: Iterable[RowSlice], batch_of: Callable[[RowSlice], ShardedBatch], ends: Sequence[int]
     ) -> Iterable[RowSlice]:
         """See `RowObjective.prepared`. All slices are read, and the positives of a set of rows are its negatives."""
-        read = list(slices)
-        vectors = []
-        for row in read:
+        read, vectors = [], []
+        # Row by row: reading a row tells the supervisor that this rank is alive.
+        for row in slices:
+            read.append(row)
             batch = batch_of(row)
             with torch.no_grad():
                 vectors.append(document_vectors(engine, batch, self._pooling))

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ray_ulysses.data.sources.rows import Content, RowError, TokenRow, describe_type, utf8_text
 
 _LARGEST_WEIGHT = 1_000_000
-_ANSWER_LABELS = {"true": "true", "1": "true", "false": "false", "0": "false"}
+_ANSWER_LABELS = dict.fromkeys(("true", "1", "1.0"), "true") | dict.fromkeys(("false", "0", "0.0"), "false")
 
 
 def row_id(value: object) -> str:
@@ -35,7 +35,7 @@ def answer_label(value: object) -> str:
     """Return ``true`` for a desirable answer and ``false`` for another; raise RowError unless it is one of them."""
     label = _ANSWER_LABELS.get(str(value).lower())
     if label is None:
-        raise RowError(f"the label is {value!r:.40}, not true, false, 1 or 0")
+        raise RowError(f"the label is {value!r:.40}, not true, false, 1 or 0 (other classes need --text-field)")
     return label
 
 

@@ -122,7 +122,7 @@ def _with_other_answers(
             yield _followed(held, one)
         first, held = first or one, one
     if first is not None and held is not None:
-        reason = "the only labeled answer of its part of the sources: the KL divergence needs another answer"
+        reason = "the only labeled answer of its file or part of a file, but the KL divergence needs another"
         yield left_out(first.source, reason, first.offset) if held is first else _followed(held, first)
 
 

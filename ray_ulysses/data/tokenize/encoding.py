@@ -133,8 +133,7 @@ class DocumentEncoder:
             return [_joined(self._answer(content.chosen, "chosen"), self._answer(content.rejected, "rejected"))]
         if isinstance(content, QueryRow):
             [query], [positive] = self.encode(content.query), self.encode(content.positive)
-            # The first token of a text is never predicted, and would be the label of the query's last token.
-            return [_joined(query, replace(positive, starts=positive.starts + 1))]
+            return [_joined(query, positive)]
         ids, num_prompt = self._completion(content)
         return [_encoded(ids, np.array([num_prompt], dtype=np.int64), np.array([ids.size], dtype=np.int64))]
 
@@ -279,7 +278,9 @@ class DocumentEncoder:
 
 def _joined(chosen: EncodedDocument, rejected: EncodedDocument) -> EncodedDocument:
     """Return a pair as one document, whose first span ends where the second text begins."""
-    starts, stops = np.append(chosen.starts, chosen.ids.size + rejected.starts), [chosen.ids.size, rejected.ids.size]
+    # The first token of a text is never predicted, and would be the label of the other text's last token.
+    others = chosen.ids.size + np.maximum(rejected.starts, 1)
+    starts, stops = np.append(chosen.starts, others), [chosen.ids.size, rejected.ids.size]
     return EncodedDocument(
         ids=np.concatenate([chosen.ids, rejected.ids]),
         starts=starts,

@@ -65,8 +65,20 @@ def test_rows_without_an_answer_or_a_label_are_left_out(tmp_path: Path) -> None:
     assert answers_of(corpus, 0)[1] == ("one:", "second"), "rows that are left out lend no answer"
     assert sorted(reasons_of(corpus)) == [
         "the completion is empty",
-        *(f"the label is {label}, not true, false, 1 or 0" for label in ("'good'", "2", "None")),
+        *(
+            f"the label is {label}, not true, false, 1 or 0 (other classes need --text-field)"
+            for label in ("'good'", "2", "None")
+        ),
     ]
+
+
+def test_an_answer_without_a_prompt_has_no_label_on_the_first_token_of_a_text(tmp_path: Path) -> None:
+    rows = [{"p": "", "c": "alone", "y": 1.0}, *ROWS]
+    corpus = answer_corpus(tmp_path / "rows", rows)
+    spans, border = corpus.spans, int(corpus.borders[0])
+    assert spans is not None and labels_of(corpus)[0] == "true"
+    # Otherwise the plan would count a label that no row has.
+    assert spans.starts[:2].tolist() == [0, border + 1]
 
 
 def test_a_single_answer_has_no_other_to_be_compared_with(tmp_path: Path) -> None:
