@@ -537,10 +537,10 @@ shifted_BS[row, start:last] = labels_BS[row, start + shift:last + shift]
     ),
     Mutant(
         1,
-        "dropout does not follow from the row",
+        "dropout depends on a row's place in the step",
         "trainer/step.py:_seeded_batch",
         "row.row % 2 ** 64",
-        "id(row) % 2 ** 64",
+        "torch.initial_seed() % 2**64",
         "unit/trainer/test_step.py::test_random_draws_belong_to_the_row_not_its_place",
     ),
     Mutant(
