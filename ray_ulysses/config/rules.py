@@ -375,9 +375,8 @@ def _objective_fits(config: Config) -> Iterator[Problem]:
 
 
 def _documents_stay_whole(config: Config) -> Iterator[Problem]:
-    kind = config.objective.kind
-    unit = {"pairs": "pairs", "documents": "documents"}.get(config.objective.counts)
-    if unit is None:
+    kind, unit = config.objective.kind, config.objective.counts
+    if unit == "tokens":
         return
     if config.data.overlong != "drop":
         rule = f"would divide {unit}, which objective.kind={kind} needs whole"
@@ -389,15 +388,7 @@ def _documents_stay_whole(config: Config) -> Iterator[Problem]:
         yield problem_of(
             config, "optimizer.z_loss", f"is a mean over tokens, but the loss of objective.kind={kind} is not", "use 0"
         )
-    if config.objective.needs_reference and config.model.init == "random":
-        rule = f"would start from random weights, but objective.kind={kind} compares with the model in model.path"
-        yield problem_of(config, "model.init", rule, "use pretrained")
-    if config.objective.needs_reference and isinstance(config.model.rope, RopeSection):
-        rule = f"changes the positions, but objective.kind={kind} compares with the model in model.path as it is stored"
-        yield problem_of(config, "model.rope", rule, "set model.path to an export of the model with these positions")
-    if config.objective.needs_reference:
-        yield from _start_is_the_reference(config)
-    if config.objective.counts == "documents" and config.model.adapter is not None:
+    if unit == "documents" and config.model.adapter is not None:
         rule = f"would leave the head frozen, which objective.kind={kind} trains"
         yield problem_of(config, "model.adapter", rule, "remove it; model.freeze can freeze other parameters")
     if len(config.objective.classes) == 1:
@@ -406,6 +397,14 @@ def _documents_stay_whole(config: Config) -> Iterator[Problem]:
 
 def _start_is_the_reference(config: Config) -> Iterator[Problem]:
     kind, adapter = config.objective.kind, config.model.adapter
+    if not config.objective.needs_reference:
+        return
+    if config.model.init == "random":
+        rule = f"would start from random weights, but objective.kind={kind} compares with the model in model.path"
+        yield problem_of(config, "model.init", rule, "use pretrained")
+    if isinstance(config.model.rope, RopeSection):
+        rule = f"changes the positions, but objective.kind={kind} compares with the model in model.path as it is stored"
+        yield problem_of(config, "model.rope", rule, "set model.path to an export of the model with these positions")
     starts = {"model.base_dtype": config.model.base_dtype if config.model.base_dtype != "bf16" else None,
               "model.resume_from": config.model.resume_from,
               "model.adapter.from": None if adapter is None else adapter.from_}  # fmt: skip
@@ -467,6 +466,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _early_stopping_has_losses,
     _objective_fits,
     _documents_stay_whole,
+    _start_is_the_reference,
     _best_has_a_metric,
     _nvme_has_a_place,
     _optimizer_fits,
