@@ -66,12 +66,11 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> dict[s
         for name, value in benchmark.quick.items():
             setattr(options, name, value)
     out = options.out or (None if options.quick else RESULTS)
-    module = Path(sys.modules[benchmark.measure.__module__].__file__ or "").stem
     record = {
         **provenance(benchmark.packages, f"{os.cpu_count()} shared CPU cores, no GPU, {benchmark.hardware}"),
         # Without paths of this machine.
         "command": " ".join(
-            ["python", "-m", f"benchmarks.{module}"]
+            ["python", "-m", _module_name(benchmark.measure)]
             + [Path(one).name if one.startswith("/") else one for one in arguments]
         ),
         "load_before": os.getloadavg(),
@@ -116,15 +115,19 @@ def fresh(
     Raises:
         RuntimeError: The process failed; the end of its standard error.
     """
-    module = function.__module__
-    if module in ("__main__", "__mp_main__"):
-        module = f"benchmarks.{Path(sys.modules['__main__'].__file__ or '').stem}"
+    module = _module_name(function)
     values = json.dumps(arguments, default=str)
     command = [python, "-m", "benchmarks.runner", f"{module}:{function.__name__}", values]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=REPOSITORY)
     if ended.returncode:
         raise RuntimeError(f"{function.__name__} ended with {ended.returncode}: {ended.stderr[-2000:]}")
     return json.loads(ended.stdout.strip().splitlines()[-1])
+
+
+def _module_name(function: Callable[..., Any]) -> str:
+    """Return the name by which ``python -m`` finds a function's module, which may be the one that was started."""
+    path = Path(sys.modules[function.__module__].__file__ or "")
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
 
 
 def peak_rss_bytes() -> int:
