@@ -1081,7 +1081,7 @@ shifted_BS[row, start:last] = labels_BS[row, start + shift:last + shift]
     Mutant(
         4,
         "a manifest in peer memory is decided by the nearest agent",
-        "peer_memory/store.py:PeerMemoryStore._write_everywhere",
+        "peer_memory/store.py:PeerMemoryStore._write_small",
         "sorted(self.nodes)",
         "self.nodes",
         "unit/peer_memory/test_store.py::test_a_manifest_is_seen_by_all_from_its_decision_on_although_its_writer_died_before_spreading_it",

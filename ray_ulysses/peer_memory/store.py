@@ -1,14 +1,14 @@
-"""A `Store` in the memory of a run's nodes: each shard is on two nodes, and small files are on all nodes.
+"""A `Store` in the memory of a run's nodes: each shard is on two nodes, a manifest on up to three, other files on all.
 
 A shard is written to the agent on the writer's node, which copies it to the agent on the partner node. Each agent
 verifies the bytes that it receives against checksums of the writer's memory before `create` returns. If the shard is in
-`lent_memory`, this memory becomes the file on the writer's node without a copy. A small file, such as the manifest that
-commits a state, is first created on one agent, which is the same for all writers, and then copied to all others. A
-listing is the union over all agents.
+`lent_memory`, this memory becomes the file on the writer's node without a copy. Any other file is first created on one
+agent, which is the same for all writers, and then copied to other agents. A listing is the union over all agents.
 
-A manifest is created after all of its shards are on two nodes, and readers see it as soon as the first agent has it. If
-the writer dies before it has copied the manifest to the other agents, the state stays committed as long as the first
-agent's node is alive, and disappears with that node.
+A manifest is created after all of its shards are on two nodes, and readers see it as soon as the first agent has it. It
+is copied to the two nodes that have the writer's own shard, because the state needs one of them anyway; a copy on every
+node would cost each node the size of the manifest at every step. If the writer dies before it has copied the manifest,
+the state stays committed as long as the first agent's node is alive, and disappears with that node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger
 from ray_ulysses.peer_memory.client import ANSWER_S, PROGRESS_S, AgentClient, AgentGoneError
 from ray_ulysses.peer_memory.files import LentMemory
-from ray_ulysses.run_names import SHARD_KEY
+from ray_ulysses.run_names import CHECKPOINT_KEY, SHARD_KEY
 from ray_ulysses.storage import Buffer, Store
 from ray_ulysses.storage.store import StoredFile, checked_key
 
@@ -119,8 +119,8 @@ class PeerMemoryStore(Store):
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="peer-memory-ask")
         # A separate pool, so that attempts to reconnect do not delay requests to agents that answer.
         self._looks = ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="peer-memory-look")
-        # Nearest known node of each file, so that readers do not have to try all agents for every file.
-        self._holders: dict[str, str] = {}
+        # Known nodes of each file, so that readers do not have to try all agents for every file.
+        self._holders: dict[str, tuple[str, ...]] = {}
         self._lock = threading.Lock()
         # By node: time of the next reconnection attempt, last readmission, exclusions, failed reconnections in a row.
         self._left_out: dict[str, float] = {}
@@ -153,7 +153,7 @@ class PeerMemoryStore(Store):
         return _PeerFile(self, key, self.first_that_has(key, lambda client: client.sizes(key)[key]))
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
-        """Write a new file (a shard to two nodes, others to all), and return its size; see `Store.create`."""
+        """Write a new file to the nodes that keep such files, and return its size; see `Store.create`."""
         return self._write(key, chunks, replace=False)
 
     def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
@@ -164,16 +164,26 @@ class PeerMemoryStore(Store):
         """Return the size in bytes of each file under a folder, by key in sorted order."""
         checked_key(folder)
         merged: dict[str, int | None] = {}
-        for node, found in reversed(self._of_all(lambda client: client.sizes(folder)).items()):
+        holders: dict[str, tuple[str, ...]] = {}
+        for node, found in self._of_all(self.nodes, lambda client: client.sizes(folder)).items():
             found.pop(folder, None)
-            merged |= found
-            self._holders.update(dict.fromkeys(found, node))
+            merged = {**found, **merged}
+            holders |= {key: (*holders.get(key, ()), node) for key in found}
+        self._holders |= holders
         return dict(sorted(merged.items()))
+
+    def holders(self, folder: str) -> dict[str, tuple[str, ...]]:
+        """Return the nodes on which each file under a folder was last found, by key."""
+        return {key: nodes for key, nodes in self._holders.items() if key.startswith(f"{folder}/")}
+
+    def learn(self, holders: Mapping[str, tuple[str, ...]]) -> None:
+        """Take over another rank's `holders`, so that this rank asks no other node for the files."""
+        self._holders |= holders
 
     def delete(self, prefix: str) -> None:
         """Delete a file, or all files under a folder, on all nodes."""
         checked_key(prefix)
-        self._of_all(lambda client: client.delete(prefix))
+        self._of_all(self.nodes, lambda client: client.delete(prefix))
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -194,7 +204,7 @@ class PeerMemoryStore(Store):
         if SHARD_KEY.match(checked_key(key)):
             return self._write_shard(key, chunks, replace=replace)
         # Copy the chunks, because the caller may reuse their memory.
-        return self._write_everywhere(key, b"".join(bytes(chunk) for chunk in chunks), replace=replace)
+        return self._write_small(key, b"".join(bytes(chunk) for chunk in chunks), replace=replace)
 
     def _write_shard(self, key: str, chunks: Iterable[Buffer], *, replace: bool) -> int:
         """Write a shard to the nearest agent that answers, which then copies the shard to the next agent."""
@@ -235,11 +245,15 @@ class PeerMemoryStore(Store):
             return False
         return True
 
-    def _write_everywhere(self, key: str, content: bytes, *, replace: bool) -> int:
-        """Write a file to the first agent in sorted order that answers, and then to all others."""
+    def _write_small(self, key: str, content: bytes, *, replace: bool) -> int:
+        """Write a file to the first agent in sorted order that answers, and then to others.
+
+        A manifest is then written to the nearest two, which have the writer's shard, and any other file to all.
+        """
         node, size = self._first(sorted(self.nodes), lambda client: client.put(key, [content], replace=replace))
         with self._dropped_on_failure(key):
-            self._of_all(lambda client: client.put(key, [content], replace=True), without=node, may_be_none=True)
+            others = [other for other in self.nodes[: 2 if CHECKPOINT_KEY.match(key) else None] if other != node]
+            self._of_all(others, lambda client: client.put(key, [content], replace=True), may_be_none=True)
         return size
 
     @contextmanager
@@ -260,28 +274,29 @@ class PeerMemoryStore(Store):
         raise self._nobody()
 
     def first_that_has(self, key: str, ask: Callable[[AgentClient], _T]) -> _T:
-        """Call `ask` for each agent, last known holder first, until an agent has the file, and return its answer.
+        """Call `ask` for each agent, known holders first, until an agent has the file, and return its answer.
 
         Raises:
             FileNotFoundError: Some agents answer, but none of them has the file.
             OSError: No agent answers.
         """
-        known = self._holders.get(key)
-        for node in sorted(self.nodes, key=lambda node: node != known):
+        known = self._holders.get(key, ())
+        for node in sorted(self.nodes, key=lambda node: node not in known):
             try:
                 found = self._asked(node, ask)
             except (AgentGoneError, FileNotFoundError, KeyError):
                 continue
-            self._holders[key] = node
+            if node not in known:
+                self._holders[key] = (node,)
             return found
         if not self.nodes:
             raise self._nobody()
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
 
     def _of_all(
-        self, ask: Callable[[AgentClient], _T], *, without: str | None = None, may_be_none: bool = False
+        self, nodes: Sequence[str], ask: Callable[[AgentClient], _T], *, may_be_none: bool = False
     ) -> dict[str, _T]:
-        """Call `ask` for all agents in parallel, and return the answers by node, nearest first.
+        """Call `ask` for the agents of the nodes in parallel, and return the answers by node, in the same order.
 
         Raises:
             OSError: An agent answers with an error, or no agent answers and `may_be_none` is false.
@@ -293,7 +308,6 @@ class PeerMemoryStore(Store):
             except AgentGoneError:
                 return []
 
-        nodes = [node for node in self.nodes if node != without]
         answers = zip(nodes, self._threads.map(one, nodes), strict=True)
         found = {node: answer[0] for node, answer in answers if answer}
         if not found and not may_be_none:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -162,14 +162,24 @@ def _as_stage_begins(chosen: Candidate, stage: Stage) -> Candidate:
 
 def _choose(sources: RecoverySources, context: AttemptContext) -> Candidate | None:
     """Return rank 0's selection on every rank, or None to start at step 0. All ranks must call this function."""
+    memory = None if context.peer_memory is None else context.peer_memory.store
 
-    def choose() -> tuple[Source, str, bytes] | None:
+    def choose() -> tuple[Source, str, bytes, Mapping[str, tuple[str, ...]]] | None:
         found = sources.choose()
+        if found is None:
+            return None
+        source, location, manifest = found
+        # Without the holders, each rank would ask the agents one after another for each shard that it reads.
+        holders = memory.holders(manifest.ref.folder) if memory is not None and source == "peer memory" else {}
         # Send the manifest's bytes: for a large world size, pickling the object takes longer than parsing the bytes.
-        return None if found is None else (found[0], found[1], found[2].to_bytes())
+        return source, location, manifest.to_bytes(), holders
 
     found = _on_rank_0(context, choose)
-    return None if found is None else sources.open(found[0], found[1], Manifest.from_bytes(found[2]))
+    if found is None:
+        return None
+    if memory is not None:
+        memory.learn(found[3])
+    return sources.open(found[0], found[1], Manifest.from_bytes(found[2]))
 
 
 def read_early_stopping(context: AttemptContext, plan: Plan, step: int) -> EarlyStopping:

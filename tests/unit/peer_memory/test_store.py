@@ -84,6 +84,67 @@ def test_a_shard_is_on_two_nodes_and_a_manifest_on_every_node(agents: Agents, st
         assert store_of(node).read_whole(SHARD) == content * 20 + b"end"
 
 
+MANY = ("a", "b", "c", "d", "e", "f")
+
+
+@contextlib.contextmanager
+def many_nodes() -> Iterator[tuple[Agents, StoreOf]]:
+    """Run the agents of six nodes, each the partner of the one before it."""
+    with contextlib.ExitStack() as stack:
+        agents = {node: stack.enter_context(contextlib.closing(PeerMemoryAgent(TOKEN))) for node in MANY}
+        addresses = started(agents, MANY)
+
+        def make(node: str) -> PeerMemoryStore:
+            partner = MANY[(MANY.index(node) + 1) % len(MANY)]
+            peers = AgentAddresses(agents=addresses, node=node, partner=partner, token=TOKEN)
+            return stack.enter_context(contextlib.closing(PeerMemoryStore(peers)))
+
+        yield agents, make
+
+
+def test_a_manifest_is_only_on_the_first_node_and_where_its_writers_shard_is() -> None:
+    with many_nodes() as (agents, store_of):
+        store_of("d").create(SHARD, [b"state"])
+        store_of("d").create(MANIFEST, [b"manifest"])
+        store_of("d").create("attempts/0003.claimed", [b"claim"])
+        assert holders(agents, SHARD) == ["d", "e"]
+        assert holders(agents, MANIFEST) == ["a", "d", "e"]
+        # A claim fences earlier attempts, so it is wherever one of them may look.
+        assert holders(agents, "attempts/0003.claimed") == [*MANY]
+        assert store_of("c").read_whole(MANIFEST) == b"manifest"
+
+
+@pytest.mark.parametrize("lost", ["ab", "ad", "ae", "abd", "abcef", "abcdf"])
+def test_a_manifest_is_there_as_long_as_its_writers_shard_is(lost: str) -> None:
+    with many_nodes() as (agents, store_of):
+        store_of("d").create(SHARD, [b"state"])
+        store_of("d").create(MANIFEST, [b"manifest"])
+        for node in lost:
+            agents[node].close()
+        reader = store_of("c")
+        assert (reader.list("checkpoints"), reader.read_whole(MANIFEST)) == ([SHARD, MANIFEST], b"manifest")
+
+
+def test_a_reader_that_learned_the_holders_asks_only_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with many_nodes() as (agents, store_of):
+        store_of("d").create(SHARD, [b"state"])
+        agents["d"].close()
+        first, reader = store_of("a"), store_of("b")
+        first.list("checkpoints")
+        assert first.holders(FOLDER) == {SHARD: ("e",)}
+        reader.learn(first.holders(FOLDER))
+        opened: list[str] = []
+        plain = AgentClient._connect
+
+        def connect(client: AgentClient) -> socket.socket:
+            opened.append(client.address)
+            return plain(client)
+
+        monkeypatch.setattr(AgentClient, "_connect", connect)
+        assert reader.read_whole(SHARD) == b"state"
+        assert opened == [reader._clients["e"].address]
+
+
 @pytest.mark.parametrize("lost", NODES)
 def test_any_single_agent_may_be_lost(agents: Agents, store_of: StoreOf, lost: str) -> None:
     shards = {node: f"{FOLDER}/rank-0000{rank}-of-00003.safetensors" for rank, node in enumerate(NODES)}

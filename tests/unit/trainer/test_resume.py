@@ -93,6 +93,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Tensors:
 def _context(recorder: FakeRecorder, run_dir: Path, memory: Store | None = None) -> AttemptContext:
     worker: Any = SimpleNamespace(rank=0, clock=recorder.clock)
     alone = SingleRankMessenger()
+    if memory is not None:
+        memory.holders, memory.learn = lambda folder: {}, lambda holders: None  # type: ignore[attr-defined]
     peers = None if memory is None else PeerStore(store=memory, messenger=alone)  # type: ignore[arg-type]
     return AttemptContext(
         run=_run(recorder.store, run_dir), worker=worker, attempt=recorder.attempt, nodes=("node",), messenger=alone,
