@@ -220,6 +220,25 @@ def _offloaded_weights_are_sharded(config: Config) -> Iterator[Problem]:
         yield problem_of(config, "memory.offload_param", rule, "set both, or memory.offload_param: none")
 
 
+def _secondary_shards_have_peers(config: Config) -> Iterator[Problem]:
+    memory, most, per_node = config.memory, config.cluster.workers.max, config.cluster.gpus_per_node
+    if memory.zero_secondary == "none":
+        return
+    if memory.zero_stage in (1, 2):
+        rule = f"requires memory.zero_stage=3, but memory.zero_stage={memory.zero_stage} does not shard the weights"
+        yield problem_of(config, "memory.zero_secondary", rule, "set memory.zero_stage: 3, or zero_secondary: none")
+    if memory.offload_param != "none":
+        rule = "is not supported for weights in host memory (memory.offload_param=cpu)"
+        yield problem_of(config, "memory.zero_secondary", rule, "set one of the two to none")
+    if most > per_node and math.gcd(most, per_node) == 1:
+        rule = (
+            f"needs groups of at least two workers that never cross nodes, but cluster.workers={most} and "
+            f"cluster.gpus_per_node={per_node} have no common divisor"
+        )
+        hint = "use a multiple of cluster.gpus_per_node workers, or memory.zero_secondary: none"
+        yield problem_of(config, "memory.zero_secondary", rule, hint)
+
+
 def _offloaded_activations_are_kept(config: Config) -> Iterator[Problem]:
     offloaded = config.memory.offload_activations
     if offloaded and not config.memory.gradient_checkpointing:
@@ -471,6 +490,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _nvme_has_a_place,
     _optimizer_fits,
     _offloaded_weights_are_sharded,
+    _secondary_shards_have_peers,
     _offloaded_activations_are_kept,
     _compiled_layers_are_whole,
     _quantized_base_is_frozen,

@@ -133,6 +133,12 @@ class MemorySection(Section):
     from which it is fetched for each use of a layer (requires `zero_stage` 3 and `offload_optimizer: cpu`). Default
     `none`."""
 
+    zero_secondary: Literal["none", "node"] = "none"
+    """Whether the workers of each node share a second copy of the weights (hierarchical partitioning, ZeRO++ hpZ), so
+    that weights cross the network once per step: for the first forward pass, but for no backward pass. `node` takes the
+    memory of all weights divided by the workers per node. It requires `zero_stage` 3 and several nodes with at least
+    two workers each. Default `none`, which is best if the network is fast enough to be hidden by computation."""
+
     nvme_path: LocalPath | None = None
     """Directory on a local disk of each node, for `offload_optimizer: nvme`. Default null."""
 

@@ -575,11 +575,16 @@ def _memory(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -
 def _partitioner(partition: Mapping[str, Any]) -> Any:
     """Return a ZeRO-3 partitioner that does not broadcast rank 0's values."""
     import deepspeed
+    from deepspeed.utils.groups import _get_zero_param_intra_parallel_group
 
     class WithoutBroadcast(deepspeed.zero.Init):  # type: ignore[misc]
         def _zero_init_param(self, parameter: Any) -> None:
             # DeepSpeed 0.19.8 broadcasts the parameter between these two calls.
             self._convert_to_deepspeed_param(parameter)
             parameter.partition()
+            # `partition` also makes a secondary shard (hpZ), here of uninitialized memory, which gathers would prefer.
+            parameter.ds_secondary_tensor = None
 
-    return WithoutBroadcast(module=nn.Module(), config_dict_or_path=dict(partition))
+    # DeepSpeed 0.19.8 would create the group of secondary shards again, and fails if the self-test has created it.
+    group = _get_zero_param_intra_parallel_group()
+    return WithoutBroadcast(module=nn.Module(), config_dict_or_path=dict(partition), zero_param_parallel_group=group)

@@ -107,6 +107,9 @@ class Zero3View:
     def weights(self, parameter: Any, *, is_writing: bool) -> tuple[int, torch.Tensor]:
         """Return the start index and a view of this rank's share of a parameter in the model, without padding."""
         start, stop = _held(parameter)
+        if is_writing:
+            # DeepSpeed 0.19.8 never invalidates a frozen parameter's secondary shard (hpZ), which gathers prefer.
+            parameter.ds_secondary_tensor = None
         return start, parameter.ds_tensor.data.narrow(0, 0, stop - start)
 
     def begin(self) -> None:

@@ -57,6 +57,8 @@ class ZeroSettings:
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     offload_param: Literal["none", "cpu"] = "none"
     """Device that stores each rank's shard of the weights in stage 3."""
+    secondary_size: int = 1
+    """Number of contiguous ranks of a node that share a secondary copy of the weights in stage 3; 1 for no copy."""
     nvme_path: str | None = None
     """Swap directory for ``offload_optimizer="nvme"``."""
     sub_group_elements: int | None = None
@@ -119,6 +121,8 @@ def zero_config(settings: ZeroSettings) -> dict[str, Any]:
         zero["offload_param"] = {"device": settings.offload_param, "pin_memory": pin_memory}
     if settings.stage == 3 and (settings.sub_group_elements or settings.offload_optimizer == "nvme"):
         zero["sub_group_size"] = settings.sub_group_elements or NVME_SUB_GROUP
+    if settings.stage == 3 and settings.secondary_size > 1:
+        zero["zero_hpz_partition_size"] = settings.secondary_size
     if settings.stage == 3 and settings.partition_everything:
         zero |= {
             "stage3_max_live_parameters": 0,

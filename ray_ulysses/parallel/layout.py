@@ -7,6 +7,8 @@ so that the exchange of heads, which moves the most data, is between neighboring
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, pairwise
@@ -79,6 +81,14 @@ class ParallelLayout:
     def _checked(self, rank: int) -> int:
         assert 0 <= rank < self.world_size, f"rank {rank} outside a world of {self.world_size}"
         return rank
+
+
+def largest_node_group(nodes: Sequence[str]) -> int:
+    """Return the largest size of equal groups of contiguous ranks that never cross nodes.
+
+    ``nodes`` contains the node name of each rank, indexed by rank.
+    """
+    return math.gcd(*(len(tuple(ranks)) for _, ranks in groupby(nodes)))
 
 
 def check_ring_size(sp_size: int, ring_size: int) -> None:

@@ -15,6 +15,7 @@ from ray_ulysses.data.plan.steps import balance_windows, step_times
 from ray_ulysses.model_shape import BALANCING_BIASES, UNCOUNTED_ROUTERS, ModelShape
 from ray_ulysses.planner.experts import ExpertTraffic
 from ray_ulysses.planner.memory_terms import GIB
+from ray_ulysses.planner.settings import secondary_size
 from ray_ulysses.planner.stages import Stage
 
 _WANTED_FILL = 0.995
@@ -57,6 +58,11 @@ def _config_notes(config: Config) -> Iterator[str]:
         yield (
             f"data.rows_per_step={rows} is not a multiple of the {dp_size} data-parallel groups: {slots - rows} of "
             f"{slots} row slots per step are idle; the loss is not affected"
+        )
+    if config.memory.zero_secondary == "node" and secondary_size(config) == 1:
+        yield (
+            f"memory.zero_secondary=node has no effect, because all {config.cluster.workers.max} workers are on one "
+            f"node (cluster.gpus_per_node={config.cluster.gpus_per_node})"
         )
     model = config.model
     if model.resume_from is None and model.resume_state != "all":

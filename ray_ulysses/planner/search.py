@@ -36,6 +36,7 @@ COSTS: Mapping[str, Mapping[Any, int]] = {
     "memory.mlp_tile": {"off": 0, "auto": 3},
     "elastic.peer_memory": {True: 0, False: 4},
     _STAGE: {1: 0, 2: 1, 3: 6},
+    "memory.zero_secondary": {"node": 0, "none": 1},
     "memory.offload_activations": {
         (): 0,
         ("layer_inputs",): 5,

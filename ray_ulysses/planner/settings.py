@@ -29,6 +29,15 @@ def run_layout(config: Config, shape: ModelShape, world_size: int | None = None)
     )
 
 
+def secondary_size(config: Config) -> int:
+    """Return the number of ranks of a node that share secondary shards of the weights; 1 if there are none.
+
+    Smaller groups, of a world with unevenly used nodes, would need more memory than planned and are not used.
+    """
+    most, per_node = config.cluster.workers.max, config.cluster.gpus_per_node
+    return math.gcd(most, per_node) if config.memory.zero_secondary == "node" and most > per_node else 1
+
+
 def mlp_tile(config: Config) -> TileSetting:
     """Return the tile setting for MLPs. Without gradient checkpointing, ``auto`` means ``off``, to favor speed."""
     is_chosen = config.memory.mlp_tile != "auto"

@@ -11,6 +11,7 @@ from typing import Literal, Self
 from ray_ulysses.config import Config
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.memory_terms import FP32_BYTES, GIB, MemoryTerm, Phase, always, in_passes, term
+from ray_ulysses.planner.settings import secondary_size
 from ray_ulysses.trained_part import TrainedPart
 
 _BYTES_PER_VALUE: dict[str, int] = {"bf16": 2, "fp32": 4}
@@ -55,6 +56,8 @@ class StateSharing:
     """Precision of AdamW's two moments."""
     offload_param: Literal["none", "cpu"]
     """Memory to which a rank's share of the weights is offloaded at stage 3."""
+    secondary_size: int
+    """Number of ranks of a node that share secondary shards of the weights; 1 if there are none."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -68,6 +71,7 @@ class StateSharing:
             peer_memory=config.elastic.peer_memory,
             moments="bf16" if config.optimizer.kind == "adamw_bf16_moments" else "fp32",
             offload_param=config.memory.offload_param,
+            secondary_size=secondary_size(config),
         )
 
     @property
@@ -133,6 +137,12 @@ class StateSharing:
 def device_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool, is_tiled: bool) -> list[MemoryTerm]:
     """Return the memory terms of the training state on the device. ``is_tiled``: whether MLPs run over tiles."""
     terms = [_weights(shape, sharing)] if sharing.offload_param == "none" else []
+    if sharing.secondary_size > 1:
+        text = (
+            f"({_weight_words(shape, sharing)}) / {sharing.secondary_size} ranks of a node "
+            "(memory.zero_secondary=node), on more than one node"
+        )
+        terms.append(always("weights, secondary", -(-sharing.weight_bytes(shape) // sharing.secondary_size), text))
     if sharing.offload == "none":
         terms += [*_optimizer(shape, sharing), _update(shape, sharing, has_device=has_device)]
     gradients = _device_gradients(shape, sharing)

@@ -16,7 +16,7 @@ from ray_ulysses.config.devices import Device
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import ParallelLayout, assign_heads
 from ray_ulysses.planner.memory import configured_memory
-from ray_ulysses.planner.settings import kept_attention, run_layout
+from ray_ulysses.planner.settings import kept_attention, run_layout, secondary_size
 
 GB = 1e9
 
@@ -281,22 +281,31 @@ class _Parts:
 
     def weights(self, compute_s: float) -> TimeTerm:
         """Return the time by which gathering weights and reducing gradients exceed the overlapping compute."""
-        world, micro_batches = self.layout.world_size, self._micro_batches
+        world, micro_batches, node = self.layout.world_size, self._micro_batches, secondary_size(self.config)
         every, trained = (
             count * (world - 1) / world for count in (self.shape.num_parameters, self.shape.trained_parameters)
         )
+        inside = 0.0
         # Weights are sent in bf16, gradients in fp32 (engine/zero.py). In stage 3, DeepSpeed 0.19.8 gathers twice and
         # reduces once per micro-batch. The other stages gather weights once per step and all-reduce gradients, which
         # sends twice as much as a reduce-scatter: stage 2 per micro-batch, stage 1 once per step.
         stage = self.config.zero_stage
-        if stage == 3:
+        if stage == 3 and node > 1:
+            # Secondary shards of trained weights are made by a step's first gather, over the world; those of frozen
+            # weights are made once. Every other gather stays within a node.
+            size = micro_batches * 4 * trained + 2 * trained
+            gathers = 2 * micro_batches * self.shape.num_parameters - self.shape.trained_parameters
+            inside = 2 * gathers * (node - 1) / node
+        elif stage == 3:
             size = micro_batches * (2 * 2 * every + 4 * trained)
         else:
             size = (micro_batches if stage == 2 else 1) * 2 * 4 * trained + 2 * trained
         # Below stage 3, communication does not overlap with compute (overlap_comm is off).
         is_hidden = stage == 3
-        seconds = max(0.0, size / link_bandwidth(self.config, world) - compute_s * is_hidden)
-        text = f"{size / GB:,.1f} GB per rank, {micro_batches} micro-batches{', overlapped with compute' * is_hidden}"
+        busy_s = size / link_bandwidth(self.config, world) + inside / link_bandwidth(self.config, node)
+        seconds = max(0.0, busy_s - compute_s * is_hidden)
+        text = f"{size / GB:,.1f} GB per rank{f' and {inside / GB:,.1f} GB within nodes' * (inside > 0)}, "
+        text += f"{micro_batches} micro-batches{', overlapped with compute' * is_hidden}"
         return TimeTerm(name="weights and gradients", seconds=seconds, source=text)
 
     def host_copies(self, compute_s: float) -> TimeTerm:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.config.stages import stage_config
 from ray_ulysses.errors import UserError
+from ray_ulysses.logging import get_logger
 from ray_ulysses.model_shape import HYBRID_LAYER_TYPES, ModelShape
-from ray_ulysses.planner.settings import run_layout
+from ray_ulysses.parallel.layout import largest_node_group
+from ray_ulysses.planner.settings import run_layout, secondary_size
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.run_names import CONFIG_FILE
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.storage import Store
 
+_log = get_logger(__name__)
 _LIBRARIES = (
     "ray-ulysses",
     "torch",
@@ -118,8 +122,11 @@ def _whole_shape(config: Config) -> ModelShape:
     return ModelShape.from_config_dict(fields, source=f"model.path={config.model.path!r}")
 
 
-def zero_settings(config: Config, accumulation: int) -> ZeroSettings:
-    """Return the settings of the ZeRO engine."""
+def zero_settings(config: Config, accumulation: int, nodes: Sequence[str] = ()) -> ZeroSettings:
+    """Return the settings of the ZeRO engine.
+
+    ``nodes`` contains the node name of each rank, indexed by rank; without it, there are no secondary shards.
+    """
     from ray_ulysses.engine.zero import ZeroSettings
 
     swap_root = config.memory.nvme_path
@@ -137,9 +144,25 @@ def zero_settings(config: Config, accumulation: int) -> ZeroSettings:
         seed=config.run.seed,
         offload_optimizer=config.memory.offload_optimizer,
         offload_param=config.memory.offload_param,
+        secondary_size=_secondary_size(config, nodes) if config.memory.zero_secondary == "node" and nodes else 1,
         # Each run swaps to its own directory.
         nvme_path=None if swap_root is None else str(Path(swap_root).expanduser() / config.run.name),
     )
+
+
+def _secondary_size(config: Config, nodes: Sequence[str]) -> int:
+    """Return the number of ranks that share secondary shards; 1 on one node, or if the shards would exceed the plan."""
+    planned, size = secondary_size(config), largest_node_group(nodes)
+    if 1 < planned <= size < len(nodes):
+        return size
+    if size < len(nodes):
+        per_node = [len(tuple(ranks)) for _, ranks in groupby(nodes)]
+        _log.warning(
+            "memory.zero_secondary=node is not used: the nodes have %s workers, but by cluster.workers.max=%d and "
+            "cluster.gpus_per_node=%d, memory is planned for groups of %d that never cross nodes",
+            per_node, config.cluster.workers.max, config.cluster.gpus_per_node, planned,
+        )  # fmt: skip
+    return 1
 
 
 def last_step_of(config: Config, plan: Plan) -> int:

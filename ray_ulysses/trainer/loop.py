@@ -156,7 +156,7 @@ def _run(
         # The mesh: which ranks share rows.
         mesh = SequenceMesh.from_layout(run.layout, timeout=timedelta(seconds=config.elastic.collective_timeout_s))
         most_rows = stage.plan.most_rows_per_step(stage.first_step + 1)
-        settings = zero_settings(config, num_micro_batches(most_rows, run.layout.dp_size))
+        settings = zero_settings(config, num_micro_batches(most_rows, run.layout.dp_size), context.nodes)
         if config.run.self_test and (not worker.is_tested or start.step == stage.first_step > 0):
             recorder.phase("self-test")
             check_start(run, worker, mesh, settings, context.nodes)

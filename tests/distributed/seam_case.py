@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal
 from unittest import mock
@@ -134,6 +134,10 @@ class SeamCase:
     has_router_loss: bool = False
     preference: str = ""
     """Loss of the pairs, with rows of pairs."""
+    secondary_size: int = 1
+    """Ranks of a node that share secondary shards of the weights; 1 is without."""
+    steps_before: int = 0
+    """Steps, each after a forward pass without a backward one, before the one that is measured."""
 
     @property
     def sp_size(self) -> int:
@@ -170,6 +174,8 @@ class SeamCase:
             *([] if self.mlp_tile is None else ["mlp-tiles"]),
             *(["router-loss"] if self.has_router_loss else []),
             *([self.preference] if self.preference else []),
+            *([] if self.secondary_size == 1 else [f"secondary{self.secondary_size}"]),
+            *([] if self.steps_before == 0 else [f"after-{self.steps_before}-steps"]),
         ]
         return "-".join(parts)
 
@@ -194,7 +200,7 @@ class SeamResult:
     loss_error: float
     router_error: float
     logits_error: float
-    """Of the unsharded logits, the worst row; 0 where they are those of another case."""
+    """Of the unsharded logits, the worst row; 0 where they are those of another case or of other weights."""
     gradient_error: float
     """Worst tensor's relative error, divided by what law 1 allows it: at most 1 passes."""
     worst_tensor: str
@@ -207,6 +213,8 @@ class SeamResult:
     num_stepped: int
     """Elements of a moment of the optimizer, on all ranks."""
     num_trained: int
+    gathers_across: tuple[int, int]
+    """Elements that ZeRO-3 gathered over the world in the forward and the backward passes."""
     attention: str
     """Attention of the process that the gradients are held against: eager, or Transformers' default."""
 
@@ -364,13 +372,23 @@ def reference_step(architecture: str, num_rows: int, dtype: torch.dtype, attenti
 
 @cache
 def _reference(case: SeamCase, num_rows: int, dtype: torch.dtype, attention: str = "eager") -> Reference:
+    return _reference_after(case, num_rows, dtype, attention, {})
+
+
+def _reference_after(
+    case: SeamCase, num_rows: int, dtype: torch.dtype, attention: str, weights: Mapping[str, torch.Tensor]
+) -> Reference:
+    """Train one step on one process, whose weights are replaced by those given."""
     mode: Any = Fp64Throughout() if dtype == torch.float64 else nullcontext()
     with mode:
-        return _reference_step(case, num_rows, dtype, attention)
+        return _reference_step(case, num_rows, dtype, attention, weights)
 
 
-def _reference_step(case: SeamCase, num_rows: int, dtype: torch.dtype, attention: str) -> Reference:
+def _reference_step(
+    case: SeamCase, num_rows: int, dtype: torch.dtype, attention: str, changed: Mapping[str, torch.Tensor]
+) -> Reference:
     model = _whole_model(case, dtype)
+    model.load_state_dict(changed, strict=False)
     if attention != "eager":
         model.set_attn_implementation(attention)
     rotary = deepcopy(getattr(model.base_model, "rotary_emb", None))
@@ -424,6 +442,9 @@ class _Step:
     fewest_gathers: int = 0
     tiled_gathers: tuple[dict[str, int], dict[str, int]] = ({}, {})
     num_stepped: int = 0
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Trained weights of the measured step, if others came before it."""
+    gathers_across: tuple[int, int] = (0, 0)
 
 
 def run_cases(rank: int, world_size: int, cases: list[SeamCase], device: str = "cpu") -> list[SeamResult]:
@@ -449,7 +470,7 @@ class _Logits(dict[tuple[str, int, int, int], torch.Tensor]):
         self, case: SeamCase, mesh: SequenceMesh, rows: dict[int, ShardedBatch], device: torch.device
     ) -> dict[int, torch.Tensor]:
         """Return the logits of rows by their index. Every rank of the mesh must call."""
-        if case.alone != SeamCase(architecture=case.architecture):
+        if case.alone != SeamCase(architecture=case.architecture) or case.steps_before:
             return {}
         wanted = {index: (case.architecture, case.ulysses_size, case.ring_size, index) for index in rows}
         if not self.keys() >= set(wanted.values()):
@@ -477,8 +498,9 @@ def _run_case(
         tokens = torch.tensor(pairs if mesh.sp_rank == 0 else 0, device=device)
     dist.all_reduce(tokens)
     settings = zero_settings(
-        stage=case.zero_stage or 1, accumulation=case.accumulation, max_grad_norm=0.5, weight_decay=0.1
-    )
+        stage=case.zero_stage or 1, accumulation=case.accumulation, max_grad_norm=0.5, weight_decay=0.1,
+        secondary_size=case.secondary_size, learning_rate=1e-2 if case.steps_before else 1e-3,
+    )  # fmt: skip
     model = _trained_model(case, mesh, device, settings)
     if case.zero_stage:
         step = _step_with_an_engine(case, model, settings, mesh, batches, int(tokens))
@@ -488,7 +510,8 @@ def _run_case(
     if not is_measuring:
         return
     num_rows = case.dp_size * case.accumulation
-    wanted, own = (_reference(case.alone, num_rows, dtype) for dtype in (torch.float64, torch.float32))
+    reference: Any = partial(_reference_after, weights=step.weights) if case.steps_before else _reference
+    wanted, own = (reference(case.alone, num_rows, dtype, "eager") for dtype in (torch.float64, torch.float32))
     error, worst_tensor = gradient_error(step.gradients, own.gradients, wanted.gradients)
     attention = "eager"
     if error > 1 and case.architecture in HYBRIDS:
@@ -504,7 +527,8 @@ def _run_case(
         loss_error=abs(step.loss - wanted.loss) / abs(wanted.loss),
         logits_error=worst([0.0, *(relative_error(one.double(), wanted.logits[at]) for at, one in logits.items())]),
         norm_ratio=step.norm / float(whole_norm), fewest_gathers=step.fewest_gathers, tiled_gathers=step.tiled_gathers,
-        num_stepped=step.num_stepped, num_trained=sum(gradient.numel() for gradient in wanted.gradients.values()),
+        num_stepped=step.num_stepped, gathers_across=step.gathers_across,
+        num_trained=sum(gradient.numel() for gradient in wanted.gradients.values()),
     )  # fmt: skip
 
 
@@ -548,17 +572,25 @@ def _step_with_an_engine(
     case: SeamCase, model: Any, settings: ZeroSettings, mesh: SequenceMesh, batches: list[ShardedBatch], tokens: int
 ) -> _Step:
     engine = build_engine(model, settings)
+    for _ in range(case.steps_before):
+        with torch.no_grad():
+            _losses(engine, case, batches[0])
+        for batch in batches:
+            engine.backward(_losses(engine, case, batch)[0])
+            engine.step()
+    weights = weights_of_engine(engine) if case.steps_before else {}
     if case.zero_stage == 3:
         # A rank that drops its trace of calls alone would leave the others waiting in the next micro-batch.
         engine.optimizer.parameter_offload.get_param_coordinator()._invalidate_trace = partial(_refuse_new_calls, case)
     scale = loss_scale(tokens, mesh, zero_stage=case.zero_stage, accumulation=case.accumulation)
     losses = torch.zeros(2, device=engine.device)
     forward, backward = Counter[str](), Counter[str]()
+    across: dict[str, int] = {"forward": 0, "backward": 0}
     for number, batch in enumerate(batches):
-        with counted_gathers(engine, forward):
+        with counted_gathers(engine, forward), counted_across(across, "forward"):
             objective_sum, sums = _losses(engine, case, batch)
         losses += sums
-        with counted_gathers(engine, backward):
+        with counted_gathers(engine, backward), counted_across(across, "backward"):
             engine.backward(objective_sum * scale)
         # An engine steps on the boundary only; before it, step() advances the micro-batch.
         if number + 1 < len(batches):
@@ -575,12 +607,14 @@ def _step_with_an_engine(
     dist.all_reduce(stepped)
     weight = _tiled_weight(case, engine.module)
     engine.destroy()
+    forget_secondary_group()
     dist.all_reduce(losses)
     loss, router_loss = (losses / tokens).tolist()
     return _Step(
         loss=loss, router_loss=router_loss, gradients=gradients, norm=norm, num_stepped=int(stepped),
         fewest_gathers=min((forward + backward + by_itself)[name] for name in gradients),
-        tiled_gathers=(_of(forward, weight), _of(backward, weight)),
+        tiled_gathers=(_of(forward, weight), _of(backward, weight)), weights=weights,
+        gathers_across=(across["forward"], across["backward"]),
     )  # fmt: skip
 
 
@@ -598,6 +632,36 @@ def _tiled_weight(case: SeamCase, model: Any) -> str:
             case.architecture, "lm_head.dense"
         )
     return "embed_tokens" if model.config.tie_word_embeddings else "lm_head"
+
+
+def forget_secondary_group() -> None:
+    """Let the next engine of this process have groups of another size: DeepSpeed 0.19.8 makes them once."""
+    from deepspeed.utils import groups
+
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+
+def weights_of_engine(engine: Any) -> dict[str, torch.Tensor]:
+    """Return the trained weights, whole. Every rank must call."""
+    import deepspeed
+
+    full = deepspeed.utils.safe_get_full_fp32_param
+    return {name: full(p).clone().cpu() for name, p in engine.module.named_parameters() if p.requires_grad}
+
+
+@contextmanager
+def counted_across(into: dict[str, int], which: str) -> Iterator[None]:
+    """Count the elements that ZeRO-3 gathers over the world."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    gather = partition_parameters._dist_allgather_fn
+
+    def counted(part: torch.Tensor, whole: torch.Tensor, group: Any = None) -> Any:
+        into[which] += whole.numel() if dist.get_world_size(group) == dist.get_world_size() else 0
+        return gather(part, whole, group)
+
+    with mock.patch.object(partition_parameters, "_dist_allgather_fn", counted):
+        yield
 
 
 def gradients_of(engine: Any) -> dict[str, torch.Tensor]:
@@ -666,6 +730,10 @@ def check(result: SeamResult) -> None:
     assert abs(result.norm_ratio - 1.0) <= bound, f"{label}: gradient norm ratio {result.norm_ratio}"
     if case.zero_stage:
         assert result.num_stepped == result.num_trained, f"{label}: the optimizer steps {result.num_stepped} elements"
+    if case.secondary_size > 1:
+        # Trained weights cross nodes once per step, with a little padding, whatever the micro-batches.
+        forward, backward = result.gathers_across
+        assert result.num_trained <= forward <= 1.05 * result.num_trained and backward == 0, f"{label}: {forward}"
     if case.zero_stage == 3 and case.world_size > 1 and not case.adapter:
         # Forward and backward each gather every parameter tensor: nothing stays whole between uses.
         assert result.fewest_gathers >= 2 * case.accumulation, f"{label}: {result.fewest_gathers} gathers of one"

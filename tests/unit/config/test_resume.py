@@ -17,7 +17,7 @@ def test_workers_storage_length_and_logging_may_change() -> None:
     changes = {
         "cluster__workers": 3, "parallel__sp_size": 3, "run__stop_step": 50, "run__log_every_steps": 10,
         "run__storage": "/elsewhere", "tracking__tags": {"a": "b"}, "data__engine": "local",
-        "memory__offload_optimizer": "cpu", "checkpoint__every_steps": None,
+        "memory__offload_optimizer": "cpu", "memory__zero_secondary": "node", "checkpoint__every_steps": None,
     }  # fmt: skip
     old, new = parse_config(small_tree()), parse_config(small_tree(**changes))
     assert conflicts(old, new) == []

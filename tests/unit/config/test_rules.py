@@ -27,6 +27,7 @@ def test_pretrained_weights_require_a_learning_rate() -> None:
 
 
 NVME = {"memory__offload_optimizer": "nvme", "memory__nvme_path": "/nvme"}
+SECONDARY = {"memory__zero_secondary": "node", "cluster__gpus_per_node": 4, "cluster__workers": 8}
 SOURCES = {"data__path": None}
 _CLASSES = {"objective__kind": "classification", "data__overlong": "drop"}
 
@@ -103,6 +104,14 @@ _CLASSES = {"objective__kind": "classification", "data__overlong": "drop"}
             "memory.offload_param",
         ),
         ({"memory__offload_param": "cpu"}, "memory.offload_param"),
+        ({**SECONDARY, "memory__zero_stage": 2}, "memory.zero_secondary"),
+        (
+            {**SECONDARY, "memory__offload_param": "cpu", "memory__offload_optimizer": "cpu"},
+            "memory.zero_secondary",
+        ),
+        # Three nodes with 4, 4 and 1 workers.
+        ({**SECONDARY, "cluster__workers": 9}, "memory.zero_secondary"),
+        ({**SECONDARY, "cluster__gpus_per_node": 1}, "memory.zero_secondary"),
         ({"optimizer__kind": "muon", "model__adapter": {}}, "optimizer.kind"),
         ({"optimizer__kind": "muon", "memory__offload_optimizer": "cpu"}, "optimizer.kind"),
         ({**NVME, "optimizer__kind": "muon"}, "optimizer.kind"),
@@ -171,6 +180,9 @@ def test_a_size_that_does_not_divide_is_refused_with_sizes_that_do() -> None:
         {"run__storage": "gs://bucket/runs", "tracking__enabled": False},
         NVME,
         {"memory__offload_optimizer": "cpu", "memory__offload_param": "cpu"},
+        SECONDARY,
+        {**SECONDARY, "cluster__workers": {"min": 1, "max": 6}},
+        {**SECONDARY, "cluster__workers": 3},
         {"model__compile": True, "memory__gradient_checkpointing": False, "cluster__workers": 1},
         {"memory__offload_activations": ["layer_inputs"], "memory__attention_output": "none"},
         {"model__resume_from": "mlflow:demo/40"},

@@ -44,6 +44,13 @@ def test_nvme_has_a_buffer_for_each_tensor_of_a_sub_group_that_is_not_too_large(
     assert zero_config(replace(SETTINGS, sub_group_elements=7))["zero_optimization"]["sub_group_size"] == 7
 
 
+def test_secondary_shards_are_those_of_stage_3_in_groups_of_several_ranks() -> None:
+    size = "zero_hpz_partition_size"
+    assert zero_config(replace(SETTINGS, secondary_size=4))["zero_optimization"][size] == 4
+    assert size not in zero_config(SETTINGS)["zero_optimization"]
+    assert size not in zero_config(replace(SETTINGS, stage=2, secondary_size=4))["zero_optimization"]
+
+
 @pytest.mark.parametrize(("architecture", "number"), [("mixtral", 2), ("kimi_linear", 1), ("llama", 0)])
 def test_the_experts_of_a_layer_are_one_module_to_the_engine(architecture: str, number: int) -> None:
     model = zoo_model(architecture)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.parallel.layout import ParallelLayout
+from ray_ulysses.parallel.layout import ParallelLayout, largest_node_group
 
 
 def test_ranks_that_share_a_row_are_contiguous() -> None:
@@ -24,3 +24,11 @@ def test_ranks_that_share_a_row_are_contiguous() -> None:
 def test_a_world_of_incomplete_groups_is_refused(world_size: int, sp_size: int, text: str) -> None:
     with pytest.raises(UserError, match=text.replace(".", r"\.")):
         ParallelLayout(world_size=world_size, sp_size=sp_size)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size"),
+    [("aaaabbbb", 4), ("aaaa", 4), ("aaab", 1), ("aaaabb", 2), ("aaaaaabbbb", 2), ("aabbaa", 2), ("abab", 1), ("a", 1)],
+)
+def test_groups_within_nodes_are_as_large_as_all_nodes_allow(nodes: str, size: int) -> None:
+    assert largest_node_group(nodes) == size

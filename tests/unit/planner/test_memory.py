@@ -149,6 +149,15 @@ def test_offload_moves_the_optimizer_to_the_host() -> None:
     assert "temporaries of AdamW" in sizes(memory(offload_optimizer="cpu", accelerator=False).host)
 
 
+def test_secondary_shards_take_the_weights_over_the_ranks_of_a_node() -> None:
+    across: dict[str, Any] = {"world_size": 32, "sp_size": 32}
+    before, after = device(**across), device(**across, zero_secondary="node")
+    assert after == before | {"weights, secondary": N // 8 * 2}
+    assert device(zero_secondary="node") == device(), "all ranks are on one node"
+    # Three nodes with 8, 8 and 4 ranks.
+    assert device(world_size=20, sp_size=20, zero_secondary="node")["weights, secondary"] == N // 4 * 2
+
+
 @pytest.mark.parametrize("kinds", [("layer_inputs",), ("layer_inputs", "attention_outputs")])
 def test_offloaded_activations_are_on_the_host_but_for_two_layers(kinds: tuple[str, ...]) -> None:
     size = {"layer_inputs": 32 * TOKENS * 4096 * 2, "attention_outputs": 32 * OF_KERNEL}

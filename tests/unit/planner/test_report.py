@@ -87,6 +87,8 @@ def best_of(evaluation: int, every: int | None) -> dict[str, Any]:
     [
         ({"cluster": {"workers": 6}}, "data.rows_per_step=4 is not a multiple of the 3 *: 2 of 6 row slots *"),
         ({"schedule": {"warmup_steps": 100}}, "schedule.warmup_steps=100 is not below the schedule's 3 steps*"),
+        ({"memory": {"zero_secondary": "node"}}, "memory.zero_secondary=node has no effect*4 workers are on one node*"),
+        ({"memory": {"zero_secondary": "node"}, "cluster": {"workers": 4, "gpus_per_node": 2}}, None),
         ({"model": {"resume_state": "weights"}}, "model.resume_state=weights has no effect*model.init=random*"),
         ({"model": {"resume_state": "weights", "resume_from": "runs/other"}}, None),
         ({"checkpoint": {"every_steps": None, "save_at_end": False}}, "checkpoint.every_steps=null*only on demand*"),

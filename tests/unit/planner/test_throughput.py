@@ -17,7 +17,7 @@ from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.planner.throughput import StepTime, Work, configured_time
-from ray_ulysses.trained_part import MuonPart
+from ray_ulysses.trained_part import MuonPart, TrainedPart
 from tests.unit.planner.runs import LLAMA_3_8B, make_config
 
 SHAPE = ModelShape.from_config_dict(LLAMA_3_8B)
@@ -180,6 +180,22 @@ def test_zero_sends_bytes_per_parameter(stage: int, per_micro_batch: int, per_st
     # Of 63 other ranks, 56 are reached through the network. What compute hides is a millionth of it.
     expected = size / (0.8 * gbps * 1e9 / 8 * 63 / 56)
     assert seconds(time, "weights and gradients") == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("frozen", [0, 5_000_000_000])
+def test_secondary_shards_keep_all_gathers_but_a_steps_first_within_nodes(micro_batches: int, frozen: int) -> None:
+    gbps = 400.0 / 1e6
+    work = Work(tokens=4096 * 8 * micro_batches, squares=4096**2, rows=8 * micro_batches, imbalance=1.0)
+    trained = SHAPE.num_parameters - frozen
+    shape = replace(SHAPE, part=TrainedPart(added=0, trained=trained, has_embedding=True, has_head=True))
+    time = step_time(shape, work, sp=8, world=64, gbps=gbps, zero_secondary="node")
+    # Weights cross once, in bf16, and gradients in fp32; frozen weights have crossed before the step.
+    size = trained * (2 + 4 * micro_batches) * 63 / 64
+    assert seconds(time, "weights and gradients") == pytest.approx(size / (0.8 * gbps * 1e9 / 8 * 63 / 56), rel=1e-4)
+    (source,) = (term.source for term in time.terms if term.name == "weights and gradients")
+    inside = 2 * (2 * micro_batches * SHAPE.num_parameters - trained) * 7 / 8
+    assert source.startswith(f"{size / 1e9:,.1f} GB per rank and {inside / 1e9:,.1f} GB within nodes, ")
 
 
 ON_HOST: dict[str, Any] = {"offload_optimizer": "cpu", "offload_param": "cpu"}

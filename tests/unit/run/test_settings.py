@@ -1,0 +1,32 @@
+"""Settings of the engine that depend on the nodes of an attempt."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_ulysses.config.loading import parse_config
+from ray_ulysses.run.settings import zero_settings
+from tests.unit.config.trees import small_tree
+
+NODES = {"memory__zero_secondary": "node", "cluster__workers": {"min": 1, "max": 8}, "cluster__gpus_per_node": 4}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size", "is_warned"),
+    [
+        ("aaaabbbb", 4, False),
+        # All on one node.
+        ("aaaa", 1, False),
+        ("a", 1, False),
+        # Smaller groups would need more memory than planned.
+        ("aabb", 1, True),
+        ("aaab", 1, True),
+        ("aaaaaabbbbbb", 6, False),
+    ],
+)
+def test_secondary_shards_are_shared_within_nodes_and_never_exceed_the_plan(
+    nodes: str, size: int, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert zero_settings(parse_config(small_tree(**NODES)), 1, nodes).secondary_size == size
+    assert ("memory.zero_secondary=node is not used" in caplog.text) == is_warned
+    assert zero_settings(parse_config(small_tree()), 1, nodes).secondary_size == 1
