@@ -11,7 +11,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.packing import NUM_OPEN_ROWS, WIDE_OPEN_ROWS
 from ray_ulysses.data.plan.segment import Segment
-from ray_ulysses.data.plan.steps import balance_windows, step_times
+from ray_ulysses.data.plan.steps import QUARTERS, balance_windows, step_times
 from ray_ulysses.model_shape import BALANCING_BIASES, UNCOUNTED_ROUTERS, ModelShape
 from ray_ulysses.planner.experts import ExpertTraffic
 from ray_ulysses.planner.memory_terms import GIB
@@ -189,22 +189,26 @@ def _fill_notes(segment: Segment) -> Iterator[str]:
 def _balance_notes(config: Config, segment: Segment) -> Iterator[str]:
     settings = segment.settings
     rows, dp_size = settings.rows_per_step, config.dp_size
-    if settings.balance_steps > 1 or dp_size == 1:
+    if dp_size == 1:
         return
     now = segment.step_times(dp_size).imbalance
     if now <= _WANTED_IMBALANCE:
         return
-    costs = segment.costs()
-    for num_steps in _BALANCE_STEPS:
+    costs, steps = segment.costs(), settings.balance_steps
+    changes = [("balance_steps", rows, more) for more in _BALANCE_STEPS if more > steps]
+    if rows < QUARTERS * dp_size and rows % dp_size == 0:
+        changes.append(("rows_per_step", QUARTERS * dp_size, steps))
+    for name, more_rows, more_steps in changes:
         level = []
         for epoch in segment.epochs:
             part = costs[epoch.first_row : epoch.first_row + epoch.num_rows]
-            level.append(part[balance_windows(part, rows, num_steps, epoch.first_row)])
-        then = step_times(np.concatenate(level), rows, dp_size).imbalance
+            level.append(part[balance_windows(part, more_rows, more_steps, epoch.first_row)])
+        then = step_times(np.concatenate(level), more_rows, dp_size).imbalance
         if then - 1 <= (now - 1) / 2:
+            old, new = (rows, more_rows) if name == "rows_per_step" else (steps, more_steps)
             yield (
-                f"data.balance_steps=1: with {dp_size} data-parallel groups, steps take {now:.2f}x as long as with "
-                f"perfectly balanced ranks; with data.balance_steps={num_steps}, they take {then:.2f}x"
+                f"data.{name}={old}: with {dp_size} data-parallel groups, steps take {now:.2f}x as long as with "
+                f"perfectly balanced ranks; with data.{name}={new}, they take {then:.2f}x"
             )
             return
 

@@ -11,6 +11,8 @@ from ray_ulysses.data.plan.rows import Int64Array
 
 MicroBatches = tuple[tuple[int | None, ...], ...]
 _STEP_BLOCK = 4096
+QUARTERS = 4
+"""Most parts by cost from which each step of a window gets rows, and fewest micro-batches that balance well."""
 
 
 def assign_rows(rows: Sequence[int], costs: Sequence[int] | Int64Array, dp_size: int) -> MicroBatches:
@@ -41,9 +43,10 @@ def num_micro_batches(num_rows: int, dp_size: int) -> int:
 def balance_windows(costs: Int64Array, rows_per_step: int, num_steps: int, first_row: int = 0) -> Int64Array:
     """Reorder rows so that rows of similar cost share a micro-batch and the steps of a window have similar costs.
 
-    The rows of ``num_steps`` steps are sorted by cost and divided into ``num_steps ** 2`` groups of neighbors. Of every
-    ``num_steps`` consecutive groups, each step gets one, alternating forwards and backwards. A step still has rows of
-    all costs, but rows that share a micro-batch are closer in cost.
+    The rows of ``num_steps`` steps are sorted by cost and divided into at most four quarters, and each quarter into one
+    group of neighbors per step. Each step gets a group from every quarter, alternating forwards and backwards, so that
+    a step has rows of all costs, but rows that share a micro-batch are close in cost. This requires a step of at least
+    four micro-batches; with fewer, a micro-batch spans several quarters.
 
     Args:
         costs: Cost of each row, in shuffled order.
@@ -68,12 +71,15 @@ def _spread(costs: Int64Array, skipped: int, rows_per_step: int, num_steps: int)
     """Return the order of one window's rows. The first ``skipped`` positions of the window belong to other rows."""
     ranked = np.argsort(-costs, kind="stable")
     window = rows_per_step * num_steps
-    size = -(-rows_per_step // num_steps)
-    places = np.arange(window).reshape(num_steps, rows_per_step)
+    size = -(-rows_per_step // min(num_steps, QUARTERS))
+    # The rows arrive shuffled, so the places of the most expensive rows put the steps into a random order. Otherwise,
+    # the cost of the steps would rise and fall with every window.
+    shuffled = np.argsort(np.resize(ranked, num_steps), kind="stable")
+    places = np.arange(window).reshape(num_steps, rows_per_step)[shuffled]
     turn = []
-    for stratum, column in enumerate(range(0, rows_per_step, size)):
+    for quarter, column in enumerate(range(0, rows_per_step, size)):
         groups = [step[column : column + size] for step in places]
-        turn += groups[::-1] if stratum % 2 else groups
+        turn += groups[::-1] if quarter % 2 else groups
     targets = np.concatenate(turn) - skipped
     targets = targets[(targets >= 0) & (targets < costs.size)]
     order = np.empty(costs.size, dtype=np.int64)

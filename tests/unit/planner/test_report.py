@@ -159,7 +159,7 @@ def test_poorly_filled_rows_are_noted_for_every_packing(
 
 
 def test_steps_that_balancing_would_speed_up_are_noted() -> None:
-    config = make_config(data={"context_tokens": 1024})
+    config = make_config(data={"context_tokens": 1024, "balance_steps": 1})
     corpora = make_corpus([1024, *[64] * 16] * 500)
     plan = make_plan(config, corpora)
     level = {steps: replanned(corpora, plan, balance_steps=steps) for steps in (4, 16, 64)}
@@ -169,6 +169,17 @@ def test_steps_that_balancing_would_speed_up_are_noted() -> None:
     (note,) = report_of(config, corpora, plan).notes
     assert f"{now:.2f}x" in note and f"data.balance_steps={least}, they take {then[least]:.2f}x" in note
     assert report_of(config, corpora, level[least]).notes == ()
+
+
+def test_steps_of_too_few_micro_batches_are_noted() -> None:
+    config = make_config(data={"context_tokens": 1024, "rows_per_step": 2})
+    corpora = make_corpus([1024, *[64] * 16] * 500)
+    plan = make_plan(config, corpora)
+    (note,) = report_of(config, corpora, plan).notes
+    then = replanned(corpora, plan, rows_per_step=8).newest.step_times(2).imbalance
+    assert note.startswith("data.rows_per_step=2:") and note.endswith(
+        f"with data.rows_per_step=8, they take {then:.2f}x"
+    )
 
 
 def test_a_branch_that_moves_the_end_of_the_schedule_is_noted() -> None:

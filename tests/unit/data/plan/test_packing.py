@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ray_ulysses.config.learning import DataSection
 from ray_ulysses.data.plan import packing as packing_module
 from ray_ulysses.data.plan.drawing import CHUNK, COUNTERS, Drawing, Permutation
 from ray_ulysses.data.plan.packing import NUM_OPEN_ROWS, Packer
@@ -275,3 +276,21 @@ def test_each_step_of_a_window_holds_rows_of_all_costs() -> None:
     assert np.ptp(sums) == 0
     groups = np.sort(order.reshape(4, 4, 4), axis=2)
     assert (np.diff(groups, axis=2) == 1).all(), "a step holds groups of neighbours"
+
+
+@pytest.mark.parametrize("dp_size", [8, 16, 64])
+def test_rows_of_a_long_tail_load_64_groups_evenly_by_default(dp_size: int) -> None:
+    # The most expensive rows cost about nine times the mean, as at 1M tokens with documents of 6,500 tokens on average.
+    lengths = np.random.default_rng(0).lognormal(0.0, 1.0, 256 * 160).clip(max=10.0)
+    costs = np.asarray(lengths * 10_000, dtype=np.int64)
+    default = DataSection.model_fields["balance_steps"].default
+    level = costs[balance_windows(costs, 256, default)]
+    assert step_times(level, 256, dp_size).imbalance <= 1.05
+    assert step_times(costs, 256, 64).imbalance > 1.5
+
+
+def test_steps_of_a_window_do_not_rise_and_fall_in_cost() -> None:
+    costs = np.random.default_rng(0).pareto(2.0, 4 * 160 * 16).clip(max=50.0)
+    level = costs[balance_windows((costs * 1000).astype(np.int64), 16, 8)].reshape(-1, 8, 16).sum(axis=2)
+    dearest = level.argmax(axis=1)
+    assert np.bincount(dearest, minlength=8).max() < len(dearest) / 4
