@@ -1,4 +1,4 @@
-"""The command ``plan``: predicts a run, and finds the longest context or the nearest settings that fit in memory."""
+"""The command ``plan``: predicts a run, compares layouts, and finds the longest context or settings that fit."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import typer
 from ray_ulysses.commands.options import AsJson, Branch, ConfigPath, Overrides, Quiet, load_run_config
 from ray_ulysses.commands.output import Waiting, columns, put
 from ray_ulysses.errors import UserError
-from ray_ulysses.report.words import as_text, duration, facts, folded, size
+from ray_ulysses.report.words import as_text, duration, facts, folded, size, table
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
+    from ray_ulysses.planner.layouts import LayoutChoice
     from ray_ulysses.planner.search import Change, Chosen, Found, LongestContexts
 
 EXAMPLE = "Example: ray-ulysses plan configs/llama-tiny_cpu_sp2-dp2_8k.yaml --set cluster.workers=8"
@@ -42,6 +43,9 @@ def plan(
     price: Annotated[float | None, typer.Option(help="Price per GPU and hour; adds the run's cost.", min=0.0)] = None,
     longest: Annotated[bool, typer.Option("--longest", help="Print the longest context that fits instead.")] = False,
     fit: Annotated[bool, typer.Option("--fit", help="Print the nearest settings that fit instead.")] = False,
+    layouts: Annotated[
+        bool, typer.Option("--layouts", help="Print the layouts that fit instead, from the fastest.")
+    ] = False,
     synthetic: Annotated[
         bool, typer.Option("--synthetic", help="Assume document lengths if the corpus is not prepared yet.")
     ] = False,
@@ -54,7 +58,9 @@ def plan(
     loaded = load_run_config(config, overrides, needs_corpus=False)
     width = columns(sys.stdout)
     with Waiting("planning", is_quiet=quiet):
-        if longest or fit:
+        if layouts:
+            text, can_start = _tell_layouts(loaded, Path.cwd(), as_json)
+        elif longest or fit:
             text, can_start = _tell_fit(loaded, Path.cwd(), as_json, longest=longest, fit=fit)
         else:
             from ray_ulysses.report.plan import render_plan, render_verdict
@@ -74,6 +80,73 @@ def plan(
         put_styled(folded(text, width), _STYLES)
     if not can_start:
         raise typer.Exit(2)
+
+
+def _tell_layouts(config: Config, base: Path, as_json: bool) -> tuple[str, bool]:
+    """Return the layouts that fit, the fastest first, and whether any layout fits.
+
+    Raises:
+        UserError: The time of a step can't be predicted.
+    """
+    from ray_ulysses.planner.layouts import compare_layouts
+    from ray_ulysses.planner.throughput import configured_time, full_rows
+    from ray_ulysses.run.preflight import planned_memory
+
+    planned, shape, _ = planned_memory(config, base)
+    if configured_time(planned, shape, full_rows(planned)) is None:
+        raise UserError(
+            "--layouts compares predicted times, which require cluster.device, model.dtype=bf16 and an optimizer that "
+            "is not on NVMe; set, for example, --set cluster.device=H100"
+        )
+    found = compare_layouts(config.with_absolute_paths(base), shape)
+    if as_json:
+        return json.dumps([_layout_json(one) for one in found], indent=2), bool(found)
+    return _render_layouts(config, found), bool(found)
+
+
+def _render_layouts(config: Config, found: Sequence[LayoutChoice]) -> str:
+    workers = f"{config.cluster.workers.max} {config.cluster.device}"
+    network = f"{config.cluster.gpus_per_node} per node, {config.cluster.network_gbps:g} Gbit/s per GPU between nodes"
+    if not found:
+        return f"no layout fits on {workers}; plan --fit looks for other settings"
+    rows = [
+        (
+            f"{one.time.seconds:.3g} s",
+            size(one.memory.device_bytes),
+            str(one.layout.dp_size),
+            f"{one.layout.sp_size} = {one.layout.ulysses_size} x {one.layout.ring_size}",
+            one.config.memory.zero_secondary,
+            f"{one.time.traffic_s:.1f} s",
+            "configured" if not one.settings else "",
+        )
+        for one in found
+    ]
+    header = ("step", "device", "dp", "sp = ulysses x ring", "secondary", "traffic", "")
+    lines = [f"layouts that fit on {workers} ({network})", *table(header, rows), *_fastest(found)]
+    lines.append("  Predicted, if each row is one document; traffic is the part that does not overlap with compute.")
+    return as_text(lines)
+
+
+def _fastest(found: Sequence[LayoutChoice]) -> list[str]:
+    fastest, now = found[0], next((one for one in found if not one.settings), None)
+    options = fastest.options()
+    if not options:
+        return ["the configured layout is the fastest"]
+    reasons = [] if now is None else [("because", fastest.reason(now))]
+    return [f"the fastest: {options}", *facts(reasons)]
+
+
+def _layout_json(one: LayoutChoice) -> dict[str, Any]:
+    return {
+        "settings": dict(one.settings),
+        "sp_size": one.layout.sp_size,
+        "ring_size": one.layout.ring_size,
+        "dp_size": one.layout.dp_size,
+        "zero_secondary": one.config.memory.zero_secondary,
+        "device_bytes": one.memory.device_bytes,
+        "step_s": one.time.seconds,
+        "terms": {term.name: term.seconds for term in one.time.terms},
+    }
 
 
 def _tell_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: bool) -> tuple[str, bool]:

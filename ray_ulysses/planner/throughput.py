@@ -21,6 +21,9 @@ from ray_ulysses.planner.settings import kept_attention, run_layout, secondary_s
 GB = 1e9
 
 
+_TRAFFIC = ("exchange of heads", "ring", "weights and gradients")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelRates:
     """Rates of a device's kernels, as fractions of its dense bf16 peak."""
@@ -107,6 +110,11 @@ class StepTime:
     def seconds(self) -> float:
         """Total time of the step in seconds."""
         return sum(term.seconds for term in self.terms)
+
+    @property
+    def traffic_s(self) -> float:
+        """Time of the traffic between ranks that does not overlap with compute, in seconds."""
+        return sum(term.seconds for term in self.terms if term.name in _TRAFFIC)
 
     @property
     def basis(self) -> str:
@@ -276,7 +284,11 @@ class _Parts:
         # Keys and values circulate in bf16 in the forward and the backward; their gradients circulate in fp32.
         width = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
         size = self._rank_tokens * shape.num_layers * width * (2 + 2 + 4) * (ring - 1)
-        seconds = max(0.0, size / link_bandwidth(self.config, self.layout.sp_size) - attention_s)
+        cluster, link = self.config.cluster, self.gpu.link_gbps * GB
+        if self.layout.sp_size > cluster.gpus_per_node:
+            # All ranks wait for the hop between nodes.
+            link = min(link, cluster.network_gbps * GB / 8)
+        seconds = max(0.0, size / (_LINK_SHARE * link) - attention_s)
         return TimeTerm(name="ring", seconds=seconds, source=f"{size / GB:,.1f} GB per rank, overlapped with attention")
 
     def weights(self, compute_s: float) -> TimeTerm:

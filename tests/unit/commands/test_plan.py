@@ -145,3 +145,23 @@ def test_what_the_planner_chose_is_stored_with_the_run_and_kept_by_a_resume(tmp_
     assert resumed.config.memory.offload_activations == stored.memory.offload_activations
     assert {one.reason for one in resumed.report.chosen} == {"stored with the run"}
     assert not prepare_run(load_config(_8B, [*roomy, "run.name=new"]), tmp_path).config.memory.offload_activations
+
+
+def test_layouts_are_listed_from_the_fastest_and_the_options_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    path, slow = str(_CONFIGS / "llama3-8b_32xh100_sp32-dp1_512k.yaml"), "--set=cluster.network_gbps=50"
+    found = json.loads(told(capsys, path, slow, "--layouts", "--json"))
+    seconds = [float(f"{one['step_s']:.3g}") for one in found]
+    assert seconds == sorted(seconds)
+    text = told(capsys, path, slow, "--layouts")
+    assert len(re.findall(r"(?m)^ +[0-9.]+ s  ", text)) == len(found)
+    options = re.findall(r"--set \S+", text)
+    assert {option.removeprefix("--set ") for option in options} == {
+        f"{name}={value}" for name, value in found[0]["settings"].items()
+    }
+    chosen = shlex.split(" ".join(options))
+    assert "the configured layout is the fastest" in told(capsys, path, slow, *chosen, "--layouts")
+
+
+def test_layouts_without_a_prediction_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(app, ["plan", _TINY, "--layouts"]) == 2
+    assert "cluster.device" in capsys.readouterr().err
