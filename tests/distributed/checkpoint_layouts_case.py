@@ -34,7 +34,7 @@ from ray_ulysses.engine.zero import build_engine
 from ray_ulysses.engine.zero_state import StateReader, import_state, named_tensors, partition_view, state_source
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.storage import LocalStore
-from tests.distributed.seam_case import zero_settings
+from tests.distributed.seam_case import forget_secondary_group, zero_settings
 
 ROWS, TOKENS, VOCAB = 24, 16, 61
 SAVED_AT, LAST = 2, 4
@@ -62,11 +62,14 @@ class Layout:
     layers: int = 2
     width: int = 28
     sub_group_elements: int | None = None
+    secondary_size: int = 1
+    """Ranks of a node that share secondary shards of the weights; 1 is without."""
 
     @property
     def label(self) -> str:
         offload = "" if self.offload == "none" else f"-{self.offload}"
         offload += "-weights" if self.offload_param else "-small" if self.keeps_small else ""
+        offload += f"-secondary{self.secondary_size}" if self.secondary_size > 1 else ""
         return f"{self.model}-{self.dtype}-w{self.world_size}-sp{self.sp_size}-zero{self.stage}{offload}"
 
 
@@ -100,7 +103,7 @@ def load_layouts(
     """
     results = []
     for layout, mesh in _with_meshes(rank, layouts):
-        engine = _engine(layout, mesh, Path(folder))
+        engine = _engine(layout, mesh, Path(folder), is_spoiled=True)
         for saver in savers:
             manifest = _load(engine, Path(folder) / saver, SAVED_AT)
             wrong = _differences(engine, manifest, Path(folder) / saver)
@@ -157,14 +160,21 @@ def _with_meshes(rank: int, layouts: Sequence[Layout]) -> Iterator[tuple[Layout,
         yield layout, meshes[layout.sp_size]
 
 
-def _engine(layout: Layout, mesh: SequenceMesh, folder: Path) -> Any:
+def _engine(layout: Layout, mesh: SequenceMesh, folder: Path, *, is_spoiled: bool = False) -> Any:
+    """Build an engine; if ``is_spoiled``, with frozen weights that no state has."""
     settings = zero_settings(
         stage=layout.stage, dtype=layout.dtype, max_grad_norm=1.0, weight_decay=0.1, offload_optimizer=layout.offload,
         offload_param="cpu" if layout.offload_param else "none",
         nvme_path=str(folder / "swap") if layout.offload == "nvme" else None,
         sub_group_elements=layout.sub_group_elements, partition_everything=not layout.keeps_small,
+        secondary_size=layout.secondary_size,
     )  # fmt: skip
-    engine = build_engine(_model(layout, mesh), settings)
+    model = _model(layout, mesh)
+    for parameter in model.parameters():
+        # A quantized base is not loaded.
+        if is_spoiled and not parameter.requires_grad and layout.model != "quantized":
+            parameter.data.fill_(SPOILED)
+    engine = build_engine(model, settings)
     if layout.offload == "nvme":
         assert len(partition_view(engine).resident_groups) > 2, (
             "too little is swapped to show that it is done part by part"
@@ -212,6 +222,7 @@ def _model(layout: Layout, mesh: SequenceMesh) -> torch.nn.Module:
 def _dispose(engine: Any) -> None:
     """Let go of an engine, so that the next one can be made in this process."""
     engine.destroy()
+    forget_secondary_group()
     if engine.swap_folder is not None:
         engine.swap_folder.close()
     dist.barrier()

@@ -140,6 +140,7 @@ def run_worker(
     poison: tuple[int, str] | None = None,
     watch: Callable[[str, int], object] = lambda name, step: None,
     device: str = "cpu",
+    nodes: int = 1,
 ) -> tuple[str, int]:
     """Be one worker of an attempt.
 
@@ -148,6 +149,7 @@ def run_worker(
         stop_at: Rank 0 asks for a stop after this step.
         peer_memory: Addresses of two nodes' agents and their token; the first half of the ranks is on the first node.
         poison: ``(row, "loss" or "gradient")``: that becomes NaN where rank 0 trains the row.
+        nodes: How many nodes the workers are on, as many on each.
         actions: What happens to the run's directory after a step, one of `ACTIONS`; rank 0 does it.
     """
     os.environ.update(environment or {})
@@ -169,7 +171,7 @@ def run_worker(
         place = (layout.dp_rank(rank), layout.dp_size, layout.sp_rank(rank), layout.sp_size)
         return DirectSource(reader, plan, *place, ring_size=layout.ring_size)
 
-    node, addresses = "node", None
+    node, addresses = f"node-{rank * nodes // world_size}", None
     if peer_memory is not None:
         agents, token = peer_memory
         node = sorted(agents)[rank * len(agents) // world_size]

@@ -62,6 +62,15 @@ KINDS: dict[str, tuple[Layout, ...]] = {
         *(Layout(world_size=world, stage=n, offload="cpu") for world, n in product((1, 2, 3), STAGES)),
         *(Layout(world_size=world, offload="cpu", offload_param=True) for world in (1, 2)),
     ),
+    "secondary": (
+        Layout(world_size=3),
+        *(Layout(world_size=world, sp_size=sp, secondary_size=2) for world, sp in ((4, 1), (4, 2), (6, 1), (8, 4))),
+        Layout(world_size=8, secondary_size=4, keeps_small=True),
+    ),
+    "secondary, adapters": tuple(
+        Layout(world_size=world, secondary_size=size, model="adapters", dtype="bf16")
+        for world, size in ((2, 1), (4, 2), (6, 3))
+    ),
     "on NVMe": tuple(
         Layout(world_size=world, offload=offload, dtype=dtype, width=640, sub_group_elements=300_000)
         for world, offload, dtype in product((1, 2), ("none", "nvme"), ("fp32", "bf16"))
@@ -134,6 +143,11 @@ def test_every_stage_and_world_loads_every_other_and_goes_on(tmp_path: Path) -> 
     assert {key for key in state.tensors if key.startswith("frozen/")} == {f"frozen/{name}" for name in FROZEN}
     assert state.tensors["buffer/seen"].shape == (3,)
     assert state.optimizer_step == SAVED_AT
+
+
+def test_a_state_does_not_depend_on_secondary_shards(tmp_path: Path) -> None:
+    """Frozen weights too: the shards that their first values made are stale once a state is loaded."""
+    exchange_states([Layout(world_size=2), Layout(world_size=4, secondary_size=2)], tmp_path)
 
 
 def test_adapters_of_experts_load_at_another_world_and_go_on(tmp_path: Path) -> None:
