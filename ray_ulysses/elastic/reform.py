@@ -102,8 +102,8 @@ class Group:
     generation: int = 0
     members: tuple[int, ...] = ()
     """Worker numbers of the current generation, by rank."""
-    lost: Mapping[int, RankError] = field(default_factory=dict)
-    """Errors of the members that were lost in this generation, by rank."""
+    errors: Mapping[int, RankError] = field(default_factory=dict)
+    """Errors of the members that failed or were lost in this generation, by rank."""
     fault_at: float = 0.0
     failed_forms: int = 0
     """Number of consecutive generations that failed before their first step."""
@@ -275,7 +275,7 @@ def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action,
         case RanksHung():
             if event.generation == group.generation and group.phase == "training":
                 hung = RankError(rank=0, kind="lost", what=event.what, silent_s=event.silent_s)
-                group = replace(group, lost={rank: replace(hung, rank=rank) for rank in event.ranks} | dict(group.lost))
+                group = replace(group, errors={rank: replace(hung, rank=rank) for rank in event.ranks})
         case NodesUnusable():
             group = replace(group, unusable=event.nodes, draining=event.draining)
         case MoveAsked():
@@ -289,7 +289,9 @@ def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action,
 
 def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     """Enter the next phase if there is nothing left to wait for."""
-    if group.phase == "gathering" and all(worker.is_there for worker in group.workers.values()):
+    # Events usually arrive in the order of the workers. Looking from the end finds a missing one at once, where a look
+    # at all workers after every event would take a time that is quadratic in their number.
+    if group.phase == "gathering" and all(worker.is_there for worker in reversed(tuple(group.workers.values()))):
         # Keep the order of Ray Train's ranks: the placement of workers has aligned them with the groups.
         return _start(group, tuple(sorted(group.workers)))
     if group.phase == "gathering" and now >= group.gather_until:
@@ -297,13 +299,12 @@ def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
         reason = f"workers {missing} did not join within elastic.worker_start_timeout_s"
         return replace(group, phase="ended", gave_up=True), (GiveUp(reason=reason),)
     if group.phase == "training":
-        if _errors(group):
+        if group.errors:
             stopping = replace(group, phase="stopping", fault_at=now)
             stopping, actions = _advance(stopping, now)
             return stopping, (Stop(generation=group.generation), *actions)
-        statuses = {None if (report := group.workers[one].report) is None else report.status for one in group.members}
-        if None not in statuses:
-            return _all_ended(group, statuses)
+        if all(_status(group, one) is not None for one in reversed(group.members)):
+            return _all_ended(group, {_status(group, one) for one in group.members})
     if group.phase == "stopping":
         return _stopping(group, now)
     if group.phase == "short":
@@ -331,14 +332,19 @@ def _all_ended(group: Group, statuses: set[str | None]) -> tuple[Group, tuple[Ac
     return replace(group, phase="ended", status=status), (Finish(status=status),)
 
 
+def _status(group: Group, worker: int) -> str | None:
+    report = group.workers[worker].report
+    return None if report is None else report.status
+
+
 def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     waited_s = now - group.fault_at
-    running = [one for one in group.members if group.workers[one].is_there and group.workers[one].report is None]
-    if running and waited_s < 2 * group.end_s:
-        return group, ()
-    for worker in running:
-        group = _worker_lost(group, WorkerLost(worker=worker, what="the supervisor does not respond"))
-    errors = _errors(group)
+    for worker in reversed(group.members):
+        if group.workers[worker].is_there and group.workers[worker].report is None:
+            if waited_s < 2 * group.end_s:
+                return group, ()
+            group = _worker_lost(group, WorkerLost(worker=worker, what="the supervisor does not respond"))
+    errors = tuple(group.errors[rank] for rank in sorted(group.errors))
     if all(error.kind == "consequence" for error in errors) and waited_s < CAUSE_S:
         return group, ()
     errors, broken, suspects = _find_broken(group, errors)
@@ -427,7 +433,7 @@ def _start(group: Group, members: tuple[int, ...]) -> tuple[Group, tuple[Action,
     tested = group.tested.union(group.members if passed else ())
     workers = {number: replace(worker, report=None) for number, worker in group.workers.items()}
     group = replace(
-        group, workers=workers, phase="training", generation=group.generation + 1, members=members, lost={},
+        group, workers=workers, phase="training", generation=group.generation + 1, members=members, errors={},
         moves=False, tested=tested,
     )  # fmt: skip
     start = Start(
@@ -442,7 +448,11 @@ def _child_ended(group: Group, event: ChildEnded) -> Group:
     if event.generation != group.generation or worker.place is None or worker.report is not None:
         # The report belongs to an earlier generation, or repeats a known report.
         return group
-    place = replace(worker.place, port=event.port)
+    place, error = replace(worker.place, port=event.port), event.report.error
+    if error is not None and event.worker in group.members:
+        rank = group.members.index(event.worker)
+        # A lost worker's error is more informative than the one that it reported before.
+        group = replace(group, errors={rank: replace(error, rank=rank), **group.errors})
     return _with(group, event.worker, replace(worker, place=place, report=event.report))
 
 
@@ -463,16 +473,7 @@ def _worker_lost(group: Group, event: WorkerLost) -> Group:
         what="the node was taken away" if is_announced else event.what,
         silent_s=event.silent_s,
     )
-    return replace(group, lost={**group.lost, error.rank: error})
-
-
-def _errors(group: Group) -> tuple[RankError, ...]:
-    errors = dict(group.lost)
-    for rank, worker in enumerate(group.members):
-        report = group.workers[worker].report
-        if report is not None and report.error is not None:
-            errors.setdefault(rank, replace(report.error, rank=rank))
-    return tuple(errors[rank] for rank in sorted(errors))
+    return replace(group, errors={**group.errors, error.rank: error})
 
 
 def _with(group: Group, number: int, worker: Supervised) -> Group:

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.clock import SystemClock
@@ -25,7 +26,7 @@ from ray_ulysses.elastic.reform import END_S
 from ray_ulysses.logging import get_logger
 from ray_ulysses.peer_memory.authentication import Gate, seal
 from ray_ulysses.peer_memory.store import AgentAddresses
-from ray_ulysses.supervision.supervisor import BACKLOG, BEAT_S, Announcement, encode, listen
+from ray_ulysses.supervision.supervisor import BACKLOG, BEAT_S, Announcement, Runs, changes, encode, listen
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -51,6 +52,8 @@ class _Connected:
     worker: int
     writer: asyncio.StreamWriter
     heard_at: float
+    known: tuple[Runs, Runs] = ([], [])
+    """Nodes and agents of the last order that was sent to this worker."""
 
 
 @dataclass
@@ -60,6 +63,8 @@ class _Present:
     number: int
     group: reform.Group
     connections: dict[int, _Connected] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)
+    """Rank of each worker of the generation that `hangs` watches."""
     hangs: HangWatch | None = None
 
 
@@ -216,14 +221,13 @@ class Coordinator:
             # The worker joined late, and missed the message to the others.
             over = {"do": "finish", "status": present.group.status}
             late = {"do": "give up", "reason": "this worker joined too late"}
-            self._send(present, connected.worker, late if present.group.gave_up else over)
+            writer.write(encode(late if present.group.gave_up else over))
         return connected
 
     def _heard(self, present: _Present, worker: int, message: dict[str, Any]) -> None:
-        hangs, members = present.hangs, present.group.members
+        hangs, rank = present.hangs, present.ranks.get(worker)
         # A worker that joined late may report about an earlier generation.
-        if hangs is not None and worker in members and message.get("generation") == hangs.generation:
-            rank = members.index(worker)
+        if hangs is not None and rank is not None and message.get("generation") == hangs.generation:
             match message["type"]:
                 case "ended":
                     hangs.done(rank)
@@ -279,13 +283,25 @@ class Coordinator:
         if self._present is not present or group.generation != start.generation or group.phase != "training":
             return
         present.hangs = HangWatch(self._limits, start.generation, len(start.members))
-        order = {"generation": start.generation, "host": start.host, "port": start.port, "rank_nodes": rank_nodes}
+        present.ranks = {worker: rank for rank, worker in enumerate(start.members)}
+        nodes: Runs = [[node, len(list(same))] for node, same in groupby(rank_nodes)]
+        agents: Runs = [] if memory is None else [list(one) for one in memory[0].agents.items()]
+        sealed = None if memory is None else seal(self._token, memory[0].token)
+        order = {"generation": start.generation, "host": start.host, "port": start.port, "token": sealed}
         order |= {"is_tested": start.is_tested, "now": self._clock.now(), "end_s": self._end_s}
+        # The lists are as long as the cluster: a member gets only the changes since its last order, encoded once for
+        # all members that know the same.
+        now_known, encoded = (nodes, agents), dict[int, bytes]()
         for rank, worker in enumerate(start.members):
-            own = None if memory is None else memory[rank]
-            sealed = None if own is None else seal(self._token, own.token)
-            found = None if own is None else {"agents": own.agents, "partner": own.partner, "token": sealed}
-            self._send(present, worker, {"do": "start", "rank": rank, "memory": found, **order})
+            connected = present.connections.get(worker)
+            if connected is None:
+                continue
+            known, connected.known = connected.known, now_known
+            if id(known) not in encoded:
+                news = {"nodes": changes(known[0], nodes), "agents": changes(known[1], agents)}
+                encoded[id(known)] = encode(order | news)
+            own = {"do": "start", "rank": rank, "partner": None if memory is None else memory[rank].partner}
+            connected.writer.write(encode(own)[:-2] + b"," + encoded[id(known)][1:])
 
     async def _ask_judge(self, present: _Present, question: reform.Judge) -> None:
         try:
@@ -301,14 +317,10 @@ class Coordinator:
             self._reduce(reform.Judged(generation=question.generation, may_continue=may_continue))
 
     def _send_all(self, present: _Present, message: dict[str, Any]) -> None:
-        for worker in tuple(present.connections):
-            self._send(present, worker, message)
-
-    def _send(self, present: _Present, worker: int, message: dict[str, Any]) -> None:
-        connected = present.connections.get(worker)
-        if connected is not None:
+        content = encode(message)
+        for connected in present.connections.values():
             # The write buffer absorbs a slow receiver; `_tick` drops a silent one.
-            connected.writer.write(encode(message))
+            connected.writer.write(content)
 
     async def _tick(self) -> None:
         before = self._clock.monotonic()

@@ -87,6 +87,24 @@ def encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
+Runs = list[list[Any]]
+"""For consecutive ranks on the same node, the node's ID and the number of ranks; or a node's ID and agent's address."""
+
+
+def changes(before: Runs, after: Runs) -> tuple[int, Runs, int]:
+    """Return how many entries at the start and at the end of a list stay, and the entries that come between them."""
+    least = min(len(before), len(after))
+    first = next((at for at in range(least) if before[at] != after[at]), least)
+    last = next((at for at in range(least - first) if before[-1 - at] != after[-1 - at]), least - first)
+    return first, after[first : len(after) - last], last
+
+
+def changed(before: Runs, news: tuple[int, Runs, int]) -> Runs:
+    """Return the list after the `changes`."""
+    first, between, last = news
+    return before[:first] + between + before[len(before) - last :]
+
+
 class Channel:
     """One side of a connection, read without blocking."""
 
@@ -162,6 +180,8 @@ class Supervisor:
         self._next: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._draining: dict[str, float | None] = {}
+        self._nodes: Runs = []
+        self._agents: Runs = []
         self._launched: LauncherProcess | None = None
         self._heard_at = self._beaten_at = time.monotonic()
 
@@ -224,6 +244,9 @@ class Supervisor:
             case "beat":
                 self._draining = message["draining"]
             case "start":
+                # An order that is never carried out counts too: the next one names only the changes since.
+                self._nodes = message["nodes"] = changed(self._nodes, message["nodes"])
+                self._agents = message["agents"] = changed(self._agents, message["agents"])
                 self._start(channel, message)
             case "stacks":
                 self._ask_for_stacks()
@@ -271,9 +294,11 @@ class Supervisor:
         except OSError:
             progress.close()
             raise
-        nodes, memory = tuple(message["rank_nodes"]), message["memory"]
-        if memory is not None:
-            memory = {**memory, "token": unseal(self._announcement.token, memory["token"])}
+        nodes = tuple(node for node, count in message["nodes"] for _ in range(count))
+        memory = None
+        if message["token"] is not None:
+            token, own = unseal(self._announcement.token, message["token"]), nodes[message["rank"]]
+            memory = AgentAddresses(agents=dict(message["agents"]), node=own, partner=message["partner"], token=token)
         order = Order(
             job=self._job,
             generation=message["generation"],
@@ -281,7 +306,7 @@ class Supervisor:
             rank_nodes=nodes,
             host=message["host"],
             port=message["port"],
-            memory=None if memory is None else AgentAddresses(node=nodes[message["rank"]], **memory),
+            memory=memory,
             ahead_s=message["ahead_s"],
             is_tested=message["is_tested"],
             end_s=message["end_s"],

@@ -175,7 +175,7 @@ def test_a_draining_node_serves_again_if_the_others_are_lost(draining: str, dead
     assert members(one.go_on()) == left
     if left:
         one.lose(0)
-        assert one.group.lost[0].kind == "preempted", "its loss was announced all the same"
+        assert one.group.errors[0].kind == "preempted", "its loss was announced all the same"
 
 
 def test_a_node_is_silent_once_its_last_worker_falls_silent_until_another_joins() -> None:

@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def judge() -> Judged:
 
 def coordinate(judge: Judged, *, gather_s: float = 60.0, memory: Any = None) -> Coordinator:
     return Coordinator(
-        judge, "127.0.0.1", gather_s=gather_s, memory=lambda nodes: memory, limits=LIMITS,
+        judge, "127.0.0.1", gather_s=gather_s, memory=memory or (lambda nodes: None), limits=LIMITS,
         record_hang=lambda *hang: judge.hangs.append(hang), end_s=25.0,
     )  # fmt: skip
 
@@ -110,8 +110,9 @@ def _both(coordinator: Coordinator) -> tuple[Played, Played]:
         start = played.hears("start")
         assert abs(start.pop("now") - SystemClock().now()) < 60
         assert start == {
-            "do": "start", "generation": 1, "host": "h", "port": 70, "rank": rank, "rank_nodes": ["n0", "n1"],
-            "memory": None, "is_tested": False, "end_s": 25.0,
+            "do": "start", "generation": 1, "host": "h", "port": 70, "rank": rank, "partner": None,
+            "nodes": [0, [["n0", 1], ["n1", 1]], 0], "agents": [0, [], 0], "token": None, "is_tested": False,
+            "end_s": 25.0,
         }  # fmt: skip
     return one, two
 
@@ -122,11 +123,33 @@ def test_a_fault_is_judged_and_the_workers_that_are_left_start_again(coordinator
     assert one.hears("stop")["generation"] == 1
     one.ends()
     start = one.hears("start")
-    assert (start["generation"], start["rank_nodes"], start["port"]) == (2, ["n0"], 71)
+    assert (start["generation"], start["nodes"], start["port"]) == (2, [1, [], 0], 71)
     (question,) = judge.asked
     assert [(error.rank, error.kind) for error in question.errors] == [(1, "lost")]
     one.ends(generation=2, status="finished")
     assert one.hears("finish")["status"] == "finished"
+
+
+def test_an_order_names_what_has_changed_since_the_last_one_to_the_same_worker(judge: Judged) -> None:
+    def memory(nodes: Sequence[str]) -> list[AgentAddresses]:
+        agents = {node: f"{node}:1" for node in nodes}
+        return [AgentAddresses(agents=agents, node=node, partner=None, token="t") for node in nodes]
+
+    with contextlib.closing(coordinate(judge, memory=memory)) as coordinator:
+        to = coordinator.begin({0: "n0", 1: "n1"}, WANTED)
+        one, two = Played(to, 0), Played(to, 1)
+        for played in (one, two):
+            assert played.hears("start")["agents"] == [0, [["n0", "n0:1"], ["n1", "n1:1"]], 0]
+        late = Played(to, 2)
+        wait_until(lambda: coordinator.group is not None and 2 in coordinator.group.workers, "the late worker")
+        two.close()
+        one.hears("stop")
+        one.ends()
+        start = one.hears("start")
+        assert (start["nodes"], start["agents"]) == ([1, [["n2", 1]], 0], [1, [["n2", "n2:1"]], 0])
+        start = late.hears("start")
+        assert (start["rank"], start["nodes"]) == (1, [0, [["n0", 1], ["n2", 1]], 0])
+        assert start["agents"] == [0, [["n0", "n0:1"], ["n2", "n2:1"]], 0]
 
 
 def test_what_a_child_raised_reaches_the_judge_and_a_no_reaches_all(coordinator: Coordinator, judge: Judged) -> None:
@@ -301,12 +324,12 @@ def test_the_end_of_a_generation_that_is_over_says_nothing_of_the_next(coordinat
 def test_neither_token_is_sent_and_a_recorded_connection_admits_nobody(judge: Judged) -> None:
     secret = "the token of peer memory"
     memory = [AgentAddresses(agents={"n0": "127.0.0.1:1"}, node="n0", partner=None, token=secret)]
-    with contextlib.closing(coordinate(judge, memory=memory)) as one:
+    with contextlib.closing(coordinate(judge, memory=lambda nodes: memory)) as one:
         to = one.begin({0: "n0"}, ONE)
         recorder = Recorder((to.host, to.port))
         played = Played(dataclasses.replace(to, port=recorder.address[1]), 0)
         start = played.hears("start")
-        assert unseal(to.token, start["memory"]["token"]) == secret
+        assert unseal(to.token, start["token"]) == secret
         played.ends(status="finished")
         played.hears("finish")
         for token in (to.token, secret):

@@ -15,13 +15,25 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.peer_memory.authentication import Gate
 from ray_ulysses.supervision import supervisor as module
 from ray_ulysses.supervision.order import Job, LauncherProcess, Ready, process_state
 from ray_ulysses.supervision.shared_progress import SharedProgress
-from ray_ulysses.supervision.supervisor import Announcement, Channel, Supervisor, WatchedChild, encode, listen
+from ray_ulysses.supervision.supervisor import (
+    Announcement,
+    Channel,
+    Runs,
+    Supervisor,
+    WatchedChild,
+    changed,
+    changes,
+    encode,
+    listen,
+)
 from tests.polling import wait_until
 from tests.unit.supervision.slow_launcher import NOTICED
 
@@ -57,8 +69,9 @@ class Played:
 
     def starts(self, generation: int, ahead_s: float = 0.0, end_s: float = 1000.0, **changes: Any) -> dict[str, Any]:
         return {
-            "do": "start", "generation": generation, "host": "127.0.0.1", "port": 70, "rank": 0, "rank_nodes": ["n0"],
-            "memory": None, "is_tested": False, "now": SystemClock().now() + ahead_s, "end_s": end_s, **changes,
+            "do": "start", "generation": generation, "host": "127.0.0.1", "port": 70, "rank": 0,
+            "nodes": [0, [["n0", 1]], 0], "agents": [0, [], 0], "partner": None, "token": None, "is_tested": False,
+            "now": SystemClock().now() + ahead_s, "end_s": end_s, **changes,
         }  # fmt: skip
 
     def starts_again(self, generation: int, **changes: Any) -> None:
@@ -133,7 +146,7 @@ def test_a_child_hears_of_the_drained_nodes_of_all_ranks_and_of_no_other(
 ) -> None:
     freed.touch()
     played.draining = {"n1": until, "another run's": 7.0}
-    played.starts_again(2, host=NOTICED, rank_nodes=["n0", "n1"])
+    played.starts_again(2, host=NOTICED, nodes=[1, [["n1", 1]], 0])
     assert played.hears("ended")["status"] == f"noticed {told}"
 
 
@@ -253,3 +266,20 @@ def test_what_is_stopped_for_a_second_is_named(processes: list[subprocess.Popen[
         wait_until(lambda: process_state(one.pid) != "T", "it goes on")
         assert watched.find_stop(launcher.pid, begun + 2.0) is None
     watched.close()
+
+
+_LISTS = st.lists(st.sampled_from([["a", 1], ["b", 1], ["b", 2], ["c", 8]]), max_size=8)
+
+
+@given(_LISTS, _LISTS)
+def test_changes_restore_the_list(before: Runs, after: Runs) -> None:
+    assert changed(before, changes(before, after)) == after
+
+
+def test_a_lost_node_and_a_new_one_take_as_many_bytes_in_a_large_cluster_as_in_a_small_one() -> None:
+    sizes = []
+    for num_nodes in (10, 1000):
+        nodes: Runs = [[f"{number:056x}", 8] for number in range(num_nodes)]
+        news = (changes(nodes, nodes[:5] + nodes[6:]), changes(nodes[1:], [*nodes[1:], ["another", 8]]))
+        sizes.append(sum(len(part) for _, part, _ in news))
+    assert sizes == [1, 1]
