@@ -93,8 +93,8 @@ def page(record: Record) -> str:
         "step, in multiples of all weights; small parameters, which are gathered with the update, are not counted. "
         f"Goal: planned over measured within {GOAL:.0%} of 1 with secondary shards. Every figure of memory and traffic "
         "was measured on real ranks; nodes and their network are simulated. Frozen weights (LoRA) are gathered once "
-        "more per micro-batch than the planner's time model counts: DeepSpeed releases them between a layer's recomputation "
-        "and its backward pass."
+        "more per micro-batch than the planner's time model counts: DeepSpeed releases them between a layer's "
+        "recomputation and its backward pass."
     )
     table = columns(
         found,
