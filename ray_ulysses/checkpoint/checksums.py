@@ -15,7 +15,7 @@ import xxhash
 from ray_ulysses.storage import Buffer
 
 BLOCK_BYTES = 64 * 1024
-_SUM_BYTES = 8
+SUM_BYTES = 8
 
 
 def first_wrong(table: bytes, content: Buffer, first_block: int) -> int | None:
@@ -26,7 +26,7 @@ def first_wrong(table: bytes, content: Buffer, first_block: int) -> int | None:
         content: Consecutive complete blocks of one interval. The interval's last block may be short.
         first_block: Index in `table` of the first block of `content`.
     """
-    expected = table[first_block * _SUM_BYTES : (first_block + num_blocks(len(content))) * _SUM_BYTES]
+    expected = table[first_block * SUM_BYTES : (first_block + num_blocks(len(content))) * SUM_BYTES]
     found = block_sums(content)
     if found == expected:
         return None
@@ -43,7 +43,7 @@ def num_blocks(num_bytes: int) -> int:
 
 def table_bytes(sizes: Iterable[int]) -> int:
     """Return the size in bytes of the checksum table for intervals with the given sizes in bytes."""
-    return _SUM_BYTES * sum(num_blocks(size) for size in sizes)
+    return SUM_BYTES * sum(num_blocks(size) for size in sizes)
 
 
 def block_sums(content: Buffer) -> bytes:

@@ -38,6 +38,8 @@ class Damage:
     earlier step. ``foreign``: another version of ray-ulysses wrote the checkpoint and can load it."""
     attempt: int | None = None
     """Attempt that committed the checkpoint, or None if the manifest can't be read."""
+    is_absent: bool = False
+    """Whether the step has no manifest, so that it is not committed or was deleted meanwhile."""
 
     def __str__(self) -> str:
         verdict = {
@@ -70,6 +72,14 @@ def committed_in(keys: Iterable[str]) -> tuple[int, ...]:
     return tuple(sorted(int(match["step"]) for match in matches if match and match["name"] == MANIFEST_FILE))
 
 
+def begun_steps(store: Store) -> tuple[int, ...]:
+    """Return all steps that have a folder, committed or not, in ascending order.
+
+    An object store needs one request per thousand steps for it, however many shards the steps have.
+    """
+    return committed_in(f"{CHECKPOINT_FOLDER}/{name}/{MANIFEST_FILE}" for name in store.names(CHECKPOINT_FOLDER))
+
+
 def for_each_step(steps: Iterable[int], look: Callable[[int], _Found]) -> list[_Found]:
     """Call `look` for each step and return the results in the same order.
 
@@ -98,7 +108,8 @@ def newest_committed(
     """
     for _ in range(_MOST_LOOKS):
         whole, passed = None, []
-        for step in reversed(committed_steps(store)):
+        steps = begun_steps(store)
+        for step in reversed(steps):
             if step in unless:
                 continue
             examined = examine(store, step, depth, lineage)
@@ -106,10 +117,15 @@ def newest_committed(
                 whole = examined
                 break
             passed.append(examined)
-        damaged = {damage.step for damage in passed if damage.kind == "damaged"}
-        if not damaged or damaged.issubset(committed_steps(store)):
+        absent = {damage.step for damage in passed if damage.is_absent}
+        damaged = {damage.step for damage in passed if damage.kind == "damaged"} - absent
+        passed = [damage for damage in passed if not damage.is_absent]
+        if not damaged and not absent:
             break
-        # A damaged step is no longer listed: retention deleted it after a newer commit, so look again.
+        looked = {*damaged, *absent, *set(begun_steps(store)).difference(steps)}
+        if damaged == {step for step in looked if MANIFEST_FILE in store.names(step_folder(step))}:
+            break
+        # A step was committed meanwhile, or retention has deleted one after a newer commit, so look again.
     return Choice(manifest=whole, damaged=tuple(passed))
 
 
@@ -150,7 +166,8 @@ def read_committed(store: Store, step: int) -> Manifest | Damage:
         if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
             return _unreadable(step, MANIFEST_FILE, cause)
         is_foreign = isinstance(error, ForeignManifestError)
-        return Damage(step=step, reason=str(error), kind="foreign" if is_foreign else "damaged")
+        is_absent = isinstance(cause, FileNotFoundError)
+        return Damage(step=step, reason=str(error), kind="foreign" if is_foreign else "damaged", is_absent=is_absent)
     return manifest
 
 

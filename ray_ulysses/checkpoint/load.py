@@ -17,9 +17,10 @@ import torch
 
 from ray_ulysses.checkpoint.checksums import BLOCK_BYTES
 from ray_ulysses.checkpoint.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
-from ray_ulysses.checkpoint.intervals import CoverError, Read, plan_reads
+from ray_ulysses.checkpoint.intervals import CoverError, Interval, Read, plan_reads
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.messenger import RankMessenger, SingleRankMessenger, agree
+from ray_ulysses.checkpoint.shard_table import ShardTable
 from ray_ulysses.checkpoint.shards import (
     CHUNK_BYTES,
     ShardDamage,
@@ -93,6 +94,17 @@ def plan_batches(
                 held, holder = [], shard
             held.append(read_range)
     return batches + _batch(holder, held)
+
+
+def plan_load(shards: ShardTable, wanted: Sequence[Interval]) -> list[Batch]:
+    """Return the batches that read the wanted intervals from a checkpoint.
+
+    Raises:
+        CoverError: A wanted element is not stored.
+    """
+    stored = shards.holding(wanted)
+    reads = plan_reads(wanted, [one.interval for _, one in stored])
+    return plan_batches(reads, stored, [want.start for want in wanted])
 
 
 def _ranges(read: Read, stored: StoredInterval, part_start: int) -> Iterator[ReadRange]:
@@ -193,7 +205,7 @@ def verify_rest(
     gathered = messenger.gather(sum(bits.get(key, 0) for key in set(loaded)))
     known = messenger.broadcast(None if gathered is None else reduce(or_, gathered))
     rest = [key for key, bit in bits.items() if not known & bit]
-    batches = _share(_whole_intervals(manifest, frozenset(rest)), rank, world_size)
+    batches = _share_of(manifest.shards, frozenset(rest), rank, world_size)
     shards = manifest.shards[rank::world_size]
 
     def read() -> int:
@@ -205,24 +217,23 @@ def verify_rest(
     return _together(messenger, manifest.step, read)
 
 
-def _whole_intervals(manifest: Manifest, keys: frozenset[str]) -> list[Batch]:
-    """Return batches that read all stored intervals of the tensors in `keys`."""
-    stored = [(shard, entry) for shard in manifest.shards for entry in shard.intervals]
-    reads = [
-        Read(wanted=0, stored=number, start=entry.interval.start, stop=entry.interval.stop)
-        for number, (_, entry) in enumerate(stored)
-        if entry.interval.key in keys
-    ]
-    return plan_batches(reads, stored, [0])
-
-
-def _share(batches: Sequence[Batch], rank: int, world_size: int) -> list[Batch]:
-    """Return a rank's contiguous share of the batches; all ranks' shares are about equally large."""
-    ends = list(accumulate(batch.num_bytes for batch in batches))
-    total = ends[-1] if ends else 0
-    return [
-        batch for batch, end in zip(batches, ends, strict=True) if (end - batch.num_bytes) * world_size // total == rank
-    ]
+def _share_of(shards: ShardTable, keys: frozenset[str], rank: int, world_size: int) -> list[Batch]:
+    """Return a rank's contiguous share of the batches that read some tensors; all ranks' shares are about equal."""
+    stored = shards.of(keys)
+    ends = list(accumulate(held.num_bytes for held in stored))
+    total, batches = ends[-1] if ends else 0, []
+    for number, (held, end) in enumerate(zip(stored, ends, strict=True)):
+        begin = end - held.num_bytes
+        # Only shards that contain bytes of the share are planned.
+        if begin < end and begin * world_size // total <= rank <= (end - 1) * world_size // total:
+            shard = shards[number]
+            places = enumerate(one.interval for one in held)
+            whole = [Read(wanted=0, stored=at, start=one.start, stop=one.stop) for at, one in places]
+            for batch in plan_batches(whole, [(shard, one) for one in held], [0]):
+                if begin * world_size // total == rank:
+                    batches.append(batch)
+                begin += batch.num_bytes
+    return batches
 
 
 def _together(messenger: RankMessenger | None, step: int, read: Callable[[], int]) -> int:
@@ -261,9 +272,7 @@ def _load(store: Store, manifest: Manifest, parts: Sequence[TensorPart]) -> int:
                 f"{part.key} is stored as {spec.dtype}, but the model uses {dtype_name(part.tensor.dtype)}; "
                 "resume with the model.dtype that the run started with"
             )
-    stored = [(shard, entry) for shard in manifest.shards for entry in shard.intervals]
-    reads = plan_reads([part.interval for part in parts], [entry.interval for _, entry in stored])
-    batches = plan_batches(reads, stored, [part.start for part in parts])
+    batches = plan_load(manifest.shards, [part.interval for part in parts])
     # Each part is on the host or on this rank's accelerator.
     device = max((part.tensor.device for part in parts), key=lambda one: one.type != "cpu", default=torch.device("cpu"))
     with _Reader(store, step_folder(manifest.step), batches, device) as reader:

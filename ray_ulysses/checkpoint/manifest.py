@@ -7,12 +7,12 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from ray_ulysses.checkpoint.intervals import CoverError, Interval, check_cover
-from ray_ulysses.checkpoint.shards import ShardEntry, place_intervals
+from ray_ulysses.checkpoint.intervals import CoverError
+from ray_ulysses.checkpoint.shard_table import ShardRecord, ShardTable
 from ray_ulysses.checkpoint.state import StateDescription, TensorSpec
 from ray_ulysses.errors import RunError
 from ray_ulysses.run_names import attempt_folder, manifest_key, step_folder
@@ -31,11 +31,9 @@ from ray_ulysses.validation import (
     shown_value,
 )
 
-SCHEMA_VERSION = 3
-_INTERVAL_FIELDS = ["key", "start", "stop"]
-_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+SCHEMA_VERSION = 4
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 _BEGINNING = re.compile(rb'\{"crc32":(\d{1,10}),')
-_Sum = Annotated[int, Field(strict=True, ge=0, lt=2**64)]
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 _Taken = TypeVar("_Taken")
@@ -114,7 +112,7 @@ class Manifest:
     world_size: int
     meta: CheckpointMeta
     state: StateDescription
-    shards: tuple[ShardEntry, ...]
+    shards: ShardTable
 
     @property
     def ref(self) -> CheckpointRef:
@@ -123,8 +121,7 @@ class Manifest:
 
     def check_cover(self) -> None:
         """Raise `CoverError` unless the shards' intervals contain each element of the state exactly once."""
-        sizes = {key: spec.num_elements for key, spec in self.state.tensors.items()}
-        check_cover(sizes, [stored.interval for shard in self.shards for stored in shard.intervals])
+        self.shards.check_cover()
 
     def to_bytes(self) -> bytes:
         """Serialize the manifest to JSON that starts with a checksum of the remaining content.
@@ -156,7 +153,7 @@ class Manifest:
             _state_from_json(head)
         except ContentError as error:
             raise ManifestError(f"the manifest's {error}") from error
-        return _encode(head, self.shards)
+        return _encode(head, self.shards.records)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
@@ -188,20 +185,8 @@ class _State:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Shard:
-    file: str
-    bytes: Whole
-    # The first eight bytes of the header are its length field.
-    header_bytes: Annotated[int, Field(strict=True, ge=9, lt=2**63)]
-    header_xxh3: _Sum
-    block_sums_xxh3: _Sum
-    interval_fields: tuple[Literal["key"], Literal["start"], Literal["stop"]]
-    intervals: list[tuple[str, Whole, Whole]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Shards:
-    shards: list[_Shard]
+    shards: list[ShardRecord]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,27 +217,36 @@ def _read(content: bytes, take: Callable[[Mapping[str, Any]], _Taken]) -> _Taken
 
 def _manifest_of(values: Mapping[str, Any]) -> Manifest:
     ref, meta = _facts_of(values)
-    state, folder = _state_from_json(values), attempt_folder(ref.attempt)
-    # Computed once per tensor, because at a large world size there are hundreds of thousands of intervals.
-    sizes = {key: (spec.num_elements, spec.item_bytes) for key, spec in state.tensors.items()}
-    shards, files = [], set[str]()
-    for number, stored in enumerate(checked(adapter(_Shards), values).shards):
-        shards.append(_entry(stored, f"shards[{number}]", folder, sizes))
-        if stored.file in files:
-            raise ContentError(f"shards[{number}].file is {shown_value(stored.file)}, which another shard also uses")
-        files.add(stored.file)
-    manifest = Manifest(
-        step=ref.step, attempt=ref.attempt, world_size=ref.world_size, meta=meta, state=state, shards=tuple(shards)
-    )
+    state, folder, files = _state_from_json(values), attempt_folder(ref.attempt), set[str]()
+    records = checked(adapter(_Shards), values).shards
+    for number, record in enumerate(records):
+        _check_file(record.file, f"shards[{number}].file is {shown_value(record.file)}", folder, files)
+    shards = ShardTable(state.tensors, ref.world_size, records)
+    shards.validate()
     # A state without tensors has no shards.
     if len(shards) != ref.world_size and (state.tensors or shards):
         rule = f"shards has {len(shards)} entries, but each of the {ref.world_size} ranks wrote one shard"
         try:
-            manifest.check_cover()
+            shards.check_cover()
         except CoverError as error:
             rule = f"{rule} ({error})"
         raise ContentError(rule)
-    return manifest
+    return Manifest(
+        step=ref.step, attempt=ref.attempt, world_size=ref.world_size, meta=meta, state=state, shards=shards
+    )
+
+
+def _check_file(file: str, place: str, folder: str, files: set[str]) -> None:
+    """Raise `ContentError` unless a shard has a file of its own in the attempt's folder."""
+    where, _, name = file.rpartition("/")
+    if where != folder or not _FILE_NAME.fullmatch(name):
+        is_out = file.startswith("/") or ".." in file.split("/")
+        why = f"is not a file in {folder}, the folder of the manifest's attempt"
+        why = "is outside the checkpoint" if is_out else why
+        raise ContentError(f"{place}, which {why}")
+    if file in files:
+        raise ContentError(f"{place}, which another shard also uses")
+    files.add(file)
 
 
 def _facts_of(values: Mapping[str, Any]) -> tuple[CheckpointRef, CheckpointMeta]:
@@ -303,13 +297,13 @@ def _meta_from_json(values: Mapping[str, Any]) -> CheckpointMeta:
     return meta
 
 
-def _encode(head: Mapping[str, Any], shards: Sequence[ShardEntry]) -> bytes:
+def _encode(head: Mapping[str, Any], shards: Sequence[ShardRecord]) -> bytes:
     """Return the content of a manifest file with the fields in `head` and the given shards."""
-    # One encoder call per shard: at a large world size, a single call would hold the GIL for seconds and block the
-    # training loop in another thread.
+    # One encoder call per shard, because a single call would hold the GIL for its whole duration and block the training
+    # loop in another thread.
     pieces = [_ENCODER.encode(head)[:-1].encode(), b',"shards":[']
     for number, shard in enumerate(shards):
-        pieces += [b"," if number else b"", _ENCODER.encode(_shard_to_json(shard)).encode()]
+        pieces += [b"," if number else b"", _ENCODER.encode(asdict(shard)).encode()]
     pieces.append(b"]}")
     crc32 = 0
     for piece in pieces:
@@ -328,12 +322,14 @@ def _has_checksum(content: bytes) -> bool:
 
 def _state_from_json(values: Mapping[str, Any]) -> StateDescription:
     state = checked(adapter(_State), values)
+    num_bytes = 0
     for key, spec in state.tensors.items():
         try:
-            num_bytes = spec.num_elements * spec.item_bytes
+            num_bytes += spec.num_elements * spec.item_bytes
         except ValueError as error:
             raise ContentError(f"tensors.{shown_text(key)}.dtype: {error}") from error
-        if num_bytes >= 2**63:
+        # Positions in shards are computed with 64 bits.
+        if num_bytes >= 2**62:
             raise ContentError(f"tensors.{shown_text(key)}.shape is {list(spec.shape)}, which is too large for a file")
     groups, group_of = state.optimizer.groups, state.optimizer.group_of
     for name, number in group_of.items():
@@ -353,61 +349,3 @@ def _state_from_json(values: Mapping[str, Any]) -> StateDescription:
         counters=state.counters,
         base_fingerprint=state.base_fingerprint,
     )
-
-
-def _shard_to_json(shard: ShardEntry) -> dict[str, Any]:
-    # Lists, because they are smaller than objects and there may be hundreds of thousands of intervals. Byte offsets are
-    # not stored, because they follow from the sizes of the intervals.
-    rows = [[stored.interval.key, stored.interval.start, stored.interval.stop] for stored in shard.intervals]
-    return {
-        "file": shard.file,
-        "bytes": shard.num_bytes,
-        "header_bytes": shard.header_bytes,
-        "header_xxh3": shard.header_sum,
-        "block_sums_xxh3": shard.sums_sum,
-        "interval_fields": _INTERVAL_FIELDS,
-        "intervals": rows,
-    }
-
-
-def _entry(shard: _Shard, place: str, folder: str, sizes: Mapping[str, tuple[int, int]]) -> ShardEntry:
-    """Return the shard's entry after checking that its file name, intervals and size are consistent."""
-    where, _, name = shard.file.rpartition("/")
-    if where != folder or not _FILE_NAME.fullmatch(name):
-        is_out = shard.file.startswith("/") or ".." in shard.file.split("/")
-        why = f"is not a file in {folder}, the folder of the manifest's attempt"
-        why = "is outside the checkpoint" if is_out else why
-        raise ContentError(f"{place}.file is {shown_value(shard.file)}, which {why}")
-    intervals = place_intervals(_intervals(shard, place, sizes), shard.header_bytes)
-    entry = ShardEntry(
-        file=shard.file,
-        num_bytes=shard.bytes,
-        header_bytes=shard.header_bytes,
-        header_sum=shard.header_xxh3,
-        sums_sum=shard.block_sums_xxh3,
-        intervals=intervals,
-    )
-    data_end = intervals[-1].offset + intervals[-1].num_bytes if intervals else shard.header_bytes
-    if entry.sums_offset != data_end:
-        whole = entry.num_bytes - entry.sums_offset + data_end
-        raise ContentError(f"{place}.bytes is {shard.bytes}, but its header, intervals and checksums add up to {whole}")
-    return entry
-
-
-def _intervals(shard: _Shard, place: str, sizes: Mapping[str, tuple[int, int]]) -> list[tuple[Interval, int]]:
-    """Return each interval of a shard with its size in bytes; reject unknown tensors, bad bounds and duplicates."""
-    found, seen = [], set()
-    for number, (key, start, stop) in enumerate(shard.intervals):
-        size = sizes.get(key)
-        if size is None:
-            why = "but the state has no such tensor"
-        elif not start <= stop <= size[0]:
-            why = f"but the tensor has {size[0]} elements"
-        elif key in seen:
-            why = "but the shard already has an interval of this tensor"
-        else:
-            seen.add(key)
-            found.append((Interval(key, start, stop), (stop - start) * size[1]))
-            continue
-        raise ContentError(f"{place}.intervals[{number}] is {shown_value([key, start, stop])}, {why}")
-    return found

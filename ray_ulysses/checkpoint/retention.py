@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ray_ulysses.checkpoint.choice import committed_in, committed_steps, for_each_step
+from ray_ulysses.checkpoint.choice import begun_steps, committed_in, committed_steps, for_each_step
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import CheckpointRef, ManifestError, read_facts
 from ray_ulysses.logging import get_logger
@@ -211,9 +211,12 @@ class Retention:
 
         Known keys stay valid, because only this attempt writes checkpoints until a newer attempt starts.
         """
-        listed = self._store.list(CHECKPOINT_FOLDER if known is None else step_folder(newest.step))
-        matches = ((key, SHARD_KEY.match(key)) for key in listed)
-        return frozenset((*(known or ()), *(f"{match['folder']}/" if match else key for key, match in matches)))
+        steps = begun_steps(self._store) if known is None else (newest.step,)
+        return frozenset(known or ()).union(*for_each_step(steps, self._keys_of))
+
+    def _keys_of(self, step: int) -> list[str]:
+        keys = [f"{step_folder(step)}/{name}" for name in self._store.names(step_folder(step))]
+        return [f"{key}/" if SHARD_KEY.match(f"{key}/") else key for key in keys]
 
     def _committed(self, newest: CheckpointRef, steps: Iterable[int]) -> dict[int, Committed]:
         """Return the manifest fields of the committed steps; reads only new manifests and the manifest of `newest`."""

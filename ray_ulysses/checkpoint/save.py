@@ -11,6 +11,7 @@ from ray_ulysses.checkpoint.fence import is_overtaken, read_lineage
 from ray_ulysses.checkpoint.intervals import CoverError
 from ray_ulysses.checkpoint.manifest import CheckpointMeta, CheckpointRef, Manifest
 from ray_ulysses.checkpoint.messenger import RankMessenger, join_problems
+from ray_ulysses.checkpoint.shard_table import ShardTable, record_of
 from ray_ulysses.checkpoint.shards import ShardEntry, find_damage, write_shard
 from ray_ulysses.checkpoint.state import ShardedState
 from ray_ulysses.run_names import manifest_key, shard_file, step_folder
@@ -56,7 +57,8 @@ def save_checkpoint(
     shard, problem, cause = None, obstacle, None
     if obstacle is None:
         file = shard_file(attempt, rank, world_size, retry)
-        shard, problem, cause = _write_own(store, step, file, state, read_back=read_back)
+        entry, problem, cause = _write_own(store, step, file, state, read_back=read_back)
+        shard = None if entry is None else record_of(entry, state.description.tensors, world_size, rank)
     gathered = messenger.gather((shard, problem))
     outcome = _Outcome()
     if gathered is not None:
@@ -64,7 +66,8 @@ def save_checkpoint(
         outcome = _Outcome(problem=join_problems([problem for _, problem in gathered]), cause=cause, is_unused=True)
         if outcome.problem is None:
             names = {"step": step, "attempt": attempt, "world_size": world_size}
-            outcome = _commit(store, Manifest(**names, meta=meta, state=state.description, shards=shards))
+            table = ShardTable(state.description.tensors, world_size, shards)
+            outcome = _commit(store, Manifest(**names, meta=meta, state=state.description, shards=table))
         cause = outcome.cause
     is_fenced = isinstance(cause, FencedError)
     problem, is_fenced, is_unused = messenger.broadcast((outcome.problem, is_fenced, outcome.is_unused))

@@ -46,7 +46,7 @@ class StoredInterval(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardEntry:
-    """A shard's entry in the manifest."""
+    """A shard, with the checksums from the manifest; `shard_table.ShardRecord` is the manifest's form of it."""
 
     file: str
     """Key of the shard, relative to the checkpoint's folder."""
@@ -57,13 +57,13 @@ class ShardEntry:
     """Checksum of the header, including the length field."""
     sums_sum: int
     """Checksum of the table of block checksums at the end of the file."""
-    intervals: tuple[StoredInterval, ...]
+    intervals: Sequence[StoredInterval]
     """Intervals in the shard, in file order."""
 
     @property
     def sums_offset(self) -> int:
         """Byte offset of the table of block checksums."""
-        return self.num_bytes - table_bytes(stored.num_bytes for stored in self.intervals)
+        return self.intervals[-1].offset + self.intervals[-1].num_bytes if self.intervals else self.header_bytes
 
 
 def place_intervals(intervals: Sequence[tuple[Interval, int]], header_bytes: int) -> tuple[StoredInterval, ...]:
@@ -90,7 +90,8 @@ def write_shard(store: Store, folder: str, file: str, parts: Sequence[TensorPart
         OSError: The write failed, and no file was created.
     """
     parts = [part for part in parts if part.tensor.numel() > 0]
-    header, intervals = _layout(tuple((part.key, part.start, part.tensor.numel(), part.tensor.dtype) for part in parts))
+    held = tuple((part.key, part.start, part.tensor.numel(), part.tensor.dtype) for part in parts)
+    header, intervals = shard_layout(held)
     sums = bytearray()
     num_bytes = store.create(f"{folder}/{file}", _file_chunks(header, parts, sums))
     entry = ShardEntry(
@@ -236,7 +237,7 @@ def safetensors_header(
 
 
 @lru_cache(maxsize=4)
-def _layout(held: tuple[tuple[str, int, int, torch.dtype], ...]) -> tuple[bytes, tuple[StoredInterval, ...]]:
+def shard_layout(held: tuple[tuple[str, int, int, torch.dtype], ...]) -> tuple[bytes, tuple[StoredInterval, ...]]:
     """Return a shard's header and the positions of its intervals; cached, because all of a rank's shards are alike.
 
     Args:

@@ -342,13 +342,15 @@ def _comparable(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
 
 
 def _tensor_specs(tensors: NamedTensors, moments: Moments) -> dict[str, TensorSpec]:
+    # The order is that of the parts, so that the manifest describes a rank's parts by a few ranges of tensors.
     specs: dict[str, TensorSpec] = {}
     for name, parameter in tensors.trained:
         shape = shape_of(parameter)
         for kind, dtype in {FP32: torch.float32, **moments.of(parameter)}.items():
             specs[f"{kind}/{name}"] = TensorSpec(shape=shape, dtype=dtype_name(dtype))
+    for name, parameter in tensors.trained:
         if parameter.dtype != torch.float32:
-            specs[f"{MODEL}/{name}"] = TensorSpec(shape=shape, dtype=dtype_name(parameter.dtype))
+            specs[f"{MODEL}/{name}"] = TensorSpec(shape=shape_of(parameter), dtype=dtype_name(parameter.dtype))
     for name, parameter in tensors.frozen:
         specs[f"{FROZEN}/{name}"] = TensorSpec(shape=shape_of(parameter), dtype=dtype_name(parameter.dtype))
     for name, buffer in tensors.buffers:

@@ -89,14 +89,7 @@ class WeightReader:
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest
         self._buffers = [torch.empty(BATCH_BYTES, dtype=torch.uint8) for _ in range(2)]
-        self._borders: dict[str, list[int]] = {}
         self._product: tuple[tuple[str, int], torch.Tensor, torch.Tensor | None] | None = None
-        for shard in manifest.shards:
-            for entry in shard.intervals:
-                if entry.interval.stop > entry.interval.start:
-                    self._borders.setdefault(entry.interval.key, []).append(entry.interval.start)
-        for borders in self._borders.values():
-            borders.sort()
 
     def read_ahead(self, ranges: Sequence[ElementRange]) -> Iterator[tuple[ElementRange, torch.Tensor]]:
         """Read the ranges in order, split as needed, and read the next batch in the background.
@@ -107,9 +100,8 @@ class WeightReader:
         Raises:
             RunError: A file is missing or damaged, or a value exceeds the range of fp16.
         """
-        parts = (
-            part for wanted in ranges for part in divide(wanted, self._borders.get(wanted.stored.key, [0]), PART_BYTES)
-        )
+        borders = self._manifest.shards.starts
+        parts = (part for wanted in ranges for part in divide(wanted, borders(wanted.stored.key), PART_BYTES))
         with ThreadPoolExecutor(1, thread_name_prefix="export-read") as reader:
             following: Future[list[TensorPart]] | None = None
             held: list[ElementRange] = []

@@ -206,7 +206,14 @@ class ObjectStore(Store):
 
     def root_names(self) -> list[str]:
         """Return the names of the files and folders in the root, with one request per thousand names."""
-        found = self._tried(".", lambda: obstore.list_with_delimiter(self._client))
+        return self._names(None)
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of the files and folders in a folder, with one request per thousand names."""
+        return self._names(checked_key(folder))
+
+    def _names(self, folder: str | None) -> list[str]:
+        found = self._tried(folder or ".", lambda: obstore.list_with_delimiter(self._client, folder))
         names = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
         return sorted(name.rstrip("/").rpartition("/")[2] for name in names)
 

@@ -131,6 +131,10 @@ class Store(Protocol):
         """Create or overwrite a file atomically and durably. Readers see the old or the new content."""
         ...
 
+    def names(self, folder: str) -> list[str]:
+        """Return the names of the files and folders in a folder, sorted. A missing folder is treated as empty."""
+        return sorted({key.removeprefix(f"{folder}/").partition("/")[0] for key in self.list(folder)})
+
     def list(self, prefix: str) -> list[str]:
         """Return the keys of all files in a folder tree, sorted. A missing folder is treated as empty."""
         return [*self.sizes(prefix)]

@@ -11,10 +11,12 @@ from typing import Any
 from ray_ulysses.checkpoint import CheckpointMeta, Manifest, StateDescription, TensorSpec
 from ray_ulysses.checkpoint.checksums import BLOCK_BYTES, table_bytes
 from ray_ulysses.checkpoint.intervals import Interval, partition
+from ray_ulysses.checkpoint.shard_table import ShardRecord, ShardTable, record_of
 from ray_ulysses.checkpoint.shards import ShardEntry, place_intervals
 from ray_ulysses.run_names import shard_file
 
 STEP, ATTEMPT, WORLD_SIZE = 6, 3, 2
+MOMENT = "exp_avg/layer.weight"
 NUM_LARGE = BLOCK_BYTES  # elements; a rank's half of it has two blocks
 TENSORS = {
     "fp32/layer.weight": TensorSpec(shape=(NUM_LARGE // 4, 4), dtype="F32"),
@@ -35,13 +37,15 @@ STATE = StateDescription(
 )  # fmt: skip
 
 
-def shard_of_rank(rank: int) -> ShardEntry:
+def shard_of_rank(rank: int) -> ShardRecord:
     sizes = []
     for key, spec in TENSORS.items():
         start, stop = partition(spec.num_elements, WORLD_SIZE, rank)
+        if key == MOMENT:
+            start, stop = (0, 4) if rank == 0 else (4, NUM_LARGE)
         if stop > start:
             sizes.append((Interval(key=key, start=start, stop=stop), (stop - start) * spec.item_bytes))
-    return ShardEntry(
+    entry = ShardEntry(
         file=shard_file(ATTEMPT, rank, WORLD_SIZE),
         num_bytes=512 + sum(size for _, size in sizes) + table_bytes(size for _, size in sizes),
         header_bytes=512,
@@ -49,11 +53,12 @@ def shard_of_rank(rank: int) -> ShardEntry:
         sums_sum=0,
         intervals=place_intervals(sizes, 512),
     )
+    return record_of(entry, TENSORS, WORLD_SIZE, rank)
 
 
 MANIFEST = Manifest(
     step=STEP, attempt=ATTEMPT, world_size=WORLD_SIZE, meta=META, state=STATE,
-    shards=tuple(shard_of_rank(rank) for rank in range(WORLD_SIZE)),
+    shards=ShardTable(TENSORS, WORLD_SIZE, [shard_of_rank(rank) for rank in range(WORLD_SIZE)]),
 )  # fmt: skip
 
 

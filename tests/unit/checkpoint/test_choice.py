@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.checkpoint import newest_committed, read_manifest, set_aside
+from ray_ulysses.checkpoint import KeepRules, Retention, newest_committed, read_manifest, set_aside
 from ray_ulysses.checkpoint.choice import Damage, committed_steps
 from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.run_names import manifest_key
@@ -142,6 +142,45 @@ def test_a_checkpoint_deleted_by_retention_during_the_choice_is_not_damaged(tmp_
     save(store, 20)
     choice = newest_committed(Overtaken(store))
     assert choice.manifest is not None and choice.manifest.step == 30 and choice.damaged == ()
+
+
+def test_a_step_committed_during_the_choice_is_taken(tmp_path: Path) -> None:
+    class Overtaken(HookedStore):
+        """A running attempt commits the step that had no manifest yet, and deletes the step that is looked at."""
+
+        is_overtaken = False
+
+        def before(self, kind: Kind, key: str) -> None:
+            if kind == "open" and key == OTHER and not self.is_overtaken:
+                self.is_overtaken = True
+                save(self.inner, 30)
+                self.inner.delete("checkpoints/step-00000020")
+
+    store = LocalStore(tmp_path)
+    save(store, 20)
+    store.create("checkpoints/step-00000030/attempt-0001/rank-00000-of-00003.safetensors", [b"half a save"])
+    choice = newest_committed(Overtaken(store))
+    assert choice.manifest is not None and choice.manifest.step == 30 and choice.damaged == ()
+
+
+def test_requests_do_not_grow_with_the_shards_of_earlier_steps(s3: S3Server, proxy: FaultyProxy, prefix: str) -> None:
+    claim_attempt(object_store(s3.uri(prefix)), 1)
+    store = object_store(s3.uri(prefix, proxy.port))
+    for step in (10, 20, 30):
+        save(object_store(s3.uri(prefix)), step, world_size=4)
+    proxy.exchanges.clear()
+    choice = newest_committed(store, "sizes")
+    assert choice.manifest is not None and len(proxy.exchanges) == 4
+    proxy.exchanges.clear()
+    retention = Retention(store, KeepRules(last=9))
+    retention.apply(choice.manifest.ref)
+    # The attempts and the steps; the names in each step's folder, and its manifest.
+    assert [exchange.method for exchange in proxy.exchanges] == ["GET"] * (2 + 3 + 3)
+    whole = [exchange.path for exchange in proxy.exchanges if "list-type" in exchange.path]
+    assert all("delimiter" in path for path in whole if "checkpoints" in path)
+    proxy.exchanges.clear()
+    retention.apply(choice.manifest.ref)
+    assert len(proxy.exchanges) == 3
 
 
 def test_a_step_set_aside_can_be_committed_anew(tmp_path: Path) -> None:

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from ray_ulysses.checkpoint import Manifest, StateDescription
 from ray_ulysses.checkpoint.intervals import CoverError, check_cover
 from ray_ulysses.checkpoint.manifest import ForeignManifestError, ManifestError, read_facts
+from ray_ulysses.checkpoint.shard_table import ShardTable
 from ray_ulysses.run_names import manifest_key, shard_file
 from tests.breadth import examples
 from tests.stores import MemoryStore
 from tests.unit.checkpoint.manifests import (
     MANIFEST,
     META,
+    MOMENT,
     NUM_LARGE,
     PATHS,
     STATE,
@@ -49,7 +51,7 @@ def test_each_call_that_makes_a_manifest_makes_a_shard_of_it_at_most(monkeypatch
         sizes.append(len(text))
         return text
 
-    shards = tuple(shard_of_rank(rank % WORLD_SIZE) for rank in range(500))
+    shards = ShardTable(TENSORS, 500, [shard_of_rank(rank % WORLD_SIZE) for rank in range(500)])
     monkeypatch.setattr(json.JSONEncoder, "encode", measured)
     content = replace(MANIFEST, world_size=500, shards=shards).to_bytes()
     assert max(sizes) < len(content) / 50
@@ -76,8 +78,8 @@ def test_a_flipped_bit_is_found() -> None:
 
 
 def test_another_version_is_named_before_anything_else_is_looked_at() -> None:
-    with pytest.raises(ForeignManifestError, match="schema version 4"):
-        Manifest.from_bytes(signed({"schema_version": 4, "parts": "of another kind"}))
+    with pytest.raises(ForeignManifestError, match="schema version 5"):
+        Manifest.from_bytes(signed({"schema_version": 5, "parts": "of another kind"}))
 
 
 @pytest.mark.parametrize("version", ["2", None, 2.0, True, 0])
@@ -90,7 +92,7 @@ def test_what_is_no_version_is_damage_and_not_another_version(version: object) -
 @pytest.mark.parametrize(
     "change",
     [
-        {"state": StateDescription(tensors={}), "shards": ()},
+        {"state": StateDescription(tensors={}), "shards": ShardTable({}, WORLD_SIZE, ())},
         {"state": replace(STATE, groups=(), group_of={})},
         {"state": replace(STATE, groups=(), group_of={"layer.weight": 7})},
     ],
@@ -112,8 +114,8 @@ def test_what_could_not_be_read_back_is_not_written(change: Mapping[str, Any], t
 
 STATE_FIELDS = ("tensors", "tied", "optimizer", "counters", "shards")
 FIRST, SECOND = ("shards", 0), ("shards", 1)
-ROW = (*FIRST, "intervals", 0)
-WEIGHT, MOMENT = "fp32/layer.weight", "exp_avg/layer.weight"
+EVEN_ROW, ROW = (*FIRST, "intervals", 0), (*FIRST, "intervals", 1)
+WEIGHT = "fp32/layer.weight"
 HALF = NUM_LARGE // 2
 WRONG: list[tuple[tuple[Any, ...], object, str]] = [
     (("step",), "6", "step"),
@@ -157,12 +159,18 @@ WRONG: list[tuple[tuple[Any, ...], object, str]] = [
     ((*FIRST, "header_bytes"), 504, "shards[0].bytes"),
     ((*FIRST, "header_xxh3"), 2**64, "shards[0].header_xxh3"),
     ((*FIRST, "interval_fields"), ["key", "stop", "start"], "shards[0].interval_fields[1]"),
-    (ROW, [WEIGHT, -1, 5], "shards[0].intervals[0][1]"),
-    (ROW, [WEIGHT, 5, 0], "shards[0].intervals[0]"),
-    (ROW, ["nobody", 0, 5], "shards[0].intervals[0]"),
-    (ROW, [WEIGHT, 0], "shards[0].intervals[0][2]"),
-    (ROW, [MOMENT, 0, HALF], "shards[0].intervals[1]"),
-    (ROW, [WEIGHT, 0, 6], "shards[0].bytes"),
+    (ROW, [MOMENT, -1, 5], "shards[0].intervals[1][1]"),
+    (ROW, [MOMENT, 5, 0], "shards[0].intervals[1]"),
+    (ROW, ["nobody", 0, 5], "shards[0].intervals[1]"),
+    (ROW, [MOMENT, 0], "shards[0].intervals[1][2]"),
+    (ROW, [WEIGHT, 0, HALF], "shards[0].intervals[1]"),
+    (ROW, [MOMENT, 0, 6], "shards[0].bytes"),
+    (EVEN_ROW, ["even", 1, 0], "shards[0].intervals[0]"),
+    (EVEN_ROW, ["even", 0, 6], "shards[0].intervals[0]"),
+    (EVEN_ROW, ["even", 0, 2], "shards[0].intervals[1]"),
+    (EVEN_ROW, ["even", 0, 3], "shards[0].intervals[1]"),
+    (EVEN_ROW, ["even", 1, 2], "shards[0].intervals[1]"),
+    (EVEN_ROW, ["even", 0, 0], "shards[0].bytes"),
 ]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.checkpoint import CheckpointMeta, Manifest, StateDescription
+from ray_ulysses.checkpoint.shard_table import ShardTable
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
 from ray_ulysses.data.plan.plan import Plan
@@ -83,7 +84,7 @@ class Run:
     def checkpoint(self, step: int, plan: Plan | None = None, **changes: Any) -> Run:
         """Commit a checkpoint without tensors."""
         meta, state = self.meta(step, plan, **changes), StateDescription(tensors={})
-        manifest = Manifest(step=step, attempt=1, world_size=2, meta=meta, state=state, shards=())
+        manifest = Manifest(step=step, attempt=1, world_size=2, meta=meta, state=state, shards=ShardTable({}, 2, ()))
         LocalStore(self.folder).create(manifest_key(step), [manifest.to_bytes()])
         return self
 

@@ -13,6 +13,7 @@ import pytest
 from ray_ulysses.checkpoint import Damage, Manifest, newest_committed, set_aside
 from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
 from ray_ulysses.checkpoint.manifest import read_manifest
+from ray_ulysses.checkpoint.shard_table import ShardTable
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.config import load_config
 from ray_ulysses.errors import RunError, UserError
@@ -420,7 +421,8 @@ def test_a_checkpoint_deleted_during_the_verification_is_refused(saved: Path) ->
 
 def test_a_manifest_without_all_ranks_does_not_cover_the_state(saved: Path) -> None:
     whole = read_manifest(LocalStore(saved), 20)
-    manifest(saved, 20).write_bytes(replace(whole, shards=whole.shards[:1]).to_bytes())
+    one = ShardTable(whole.state.tensors, whole.world_size, whole.shards.records[:1])
+    manifest(saved, 20).write_bytes(replace(whole, shards=one).to_bytes())
     verdict = verify(saved)
     assert not verdict.is_whole
     assert "fp32/weight" in str(verdict.problem)

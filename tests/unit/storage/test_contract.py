@@ -168,6 +168,14 @@ def test_a_list_is_sorted_recursive_and_of_whole_folders(store: Store) -> None:
     assert store.sizes("b") == {"b/1": 0, "b/2": 0, "b/c/3": 0} and store.sizes("absent") == {}
 
 
+def test_names_are_those_of_the_files_and_folders_in_a_folder(store: Store) -> None:
+    for key in ("b/2", "b/1", "b/c/3", "b/c/d/4", "b/ca/5", "bc/6"):
+        store.create(key, [b""])
+    assert store.names("b") == ["1", "2", "c", "ca"]
+    assert store.names("b/c") == ["3", "d"]
+    assert store.names("absent") == []
+
+
 @pytest.mark.slow
 def test_a_list_of_more_than_a_page_and_its_deletion_are_whole(store: Store) -> None:
     keys = [f"many/{number // 100:02d}/{number:04d}" for number in range(1003)]
