@@ -469,18 +469,18 @@ def first_of_same_content(groups: Sequence[NDArray[np.uint64]]) -> list[NDArray[
     """
     if not groups:
         return []
-    digests = np.concatenate(groups)
-    repeated = np.full(len(digests), -1, dtype=np.int64)
     # Candidates share the first 8 bytes of a digest; nearly all of them are true repeats.
-    order = np.argsort(digests[:, 0], kind="stable")
-    ordered = digests[order, 0]
-    same = ordered[1:] == ordered[:-1]
-    shares = np.zeros(len(digests), dtype=np.bool_)
-    shares[1:] |= same
-    shares[:-1] |= same
-    candidates = np.sort(order[shares])
+    heads = np.concatenate([group[:, 0] for group in groups])
+    heads.sort()
+    shared = heads[1:][heads[1:] == heads[:-1]]
+    # Sorted in place and dropped here, because there may be a billion documents.
+    num_documents = heads.size
+    del heads
+    is_candidate = [np.isin(group[:, 0], shared) for group in groups]
+    candidates = np.flatnonzero(np.concatenate(is_candidate))
+    repeated = np.full(num_documents, -1, dtype=np.int64)
     if candidates.size:
-        halves = digests[candidates]
+        halves = np.concatenate([group[mask] for group, mask in zip(groups, is_candidate, strict=True)])
         order = np.lexsort((candidates, halves[:, 1], halves[:, 0]))
         ordered = halves[order]
         is_first = np.ones(candidates.size, dtype=np.bool_)

@@ -6,6 +6,7 @@ Millions of rows are represented as tables of NumPy columns, without a Python ob
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self, TypeVar
@@ -159,6 +160,35 @@ class Table(Protocol[Entries]):
     def take(self, places: slice) -> Entries:
         """Return the entries in a slice, which may extend past the end."""
         ...
+
+
+class PieceBlocks:
+    """A table of pieces in memory, in blocks of their on-disk dtypes, which take a third less memory."""
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[NDArray[Any], ...]] = []
+        self._ends = [0]
+
+    def add(self, pieces: Pieces) -> None:
+        """Append a block of pieces."""
+        self._blocks.append(pieces.stored())
+        self._ends.append(self.size + pieces.size)
+
+    @property
+    def size(self) -> int:
+        """Number of pieces."""
+        return self._ends[-1]
+
+    def take(self, places: slice) -> Pieces:
+        """Return the pieces in a slice, which may extend past the end."""
+        parts: list[Pieces] = []
+        first, stop = places.start, min(places.stop, self.size)
+        while first < stop:
+            number = bisect_right(self._ends, first) - 1
+            held = slice(first - self._ends[number], stop - self._ends[number])
+            parts.append(Pieces.make([column[held] for column in self._blocks[number]]))
+            first += parts[-1].size
+        return Pieces.join(parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ from ray_ulysses.data.plan.corpus_set import (
 )
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import Remainder, StagePart, build_segment
-from ray_ulysses.data.plan.rows import Fragments, Int64Array, Pieces
+from ray_ulysses.data.plan.rows import Fragments, Int64Array, PieceBlocks, Pieces
 from ray_ulysses.data.plan.segment import Branch, PlanSettings, Segment, StageLength
 from ray_ulysses.errors import UserError
 
@@ -135,8 +135,8 @@ def _next(
     remainder = remainder_after(plan, step, corpora.sources, stage.settings, skipped) if plan else None
     for corpus in (*corpora.corpora, *validation.corpora):
         corpus.check_files()
-    kept: list[Pieces] = []
-    take: Callable[[Pieces], None] | None = None if is_last else kept.append
+    kept = PieceBlocks()
+    take: Callable[[Pieces], None] | None = None if is_last else kept.add
     try:
         segment = build_segment(plan_input(corpora, validation), stage.settings, remainder, part, take_pieces=take)
     except UserError as error:
@@ -145,7 +145,7 @@ def _next(
         raise UserError(f"stage {stage.name!r}: {error}") from error
     if not is_last:
         # These pieces determine what the segment leaves untrained, which is an input of the next stage.
-        segment = replace(segment, train=replace(segment.train, all_pieces=Pieces.join(kept)))
+        segment = replace(segment, train=replace(segment.train, all_pieces=kept))
     return NewSegment(segment=segment, corpora=corpora, validation=validation, remainder=remainder, part=part)
 
 

@@ -14,7 +14,7 @@ from ray_ulysses.config.learning import DataSection
 from ray_ulysses.data.plan import packing as packing_module
 from ray_ulysses.data.plan.drawing import CHUNK, COUNTERS, Drawing, Permutation
 from ray_ulysses.data.plan.packing import NUM_OPEN_ROWS, Packer
-from ray_ulysses.data.plan.rows import Fragments, Pieces
+from ray_ulysses.data.plan.rows import Fragments, PieceBlocks, Pieces
 from ray_ulysses.data.plan.segment import Packing, PlanSettings
 from ray_ulysses.data.plan.steps import assign_rows, balance_windows, num_micro_batches, step_times
 
@@ -294,3 +294,28 @@ def test_steps_of_a_window_do_not_rise_and_fall_in_cost() -> None:
     level = costs[balance_windows((costs * 1000).astype(np.int64), 16, 8)].reshape(-1, 8, 16).sum(axis=2)
     dearest = level.argmax(axis=1)
     assert np.bincount(dearest, minlength=8).max() < len(dearest) / 4
+
+
+def test_pieces_in_blocks_are_those_of_one_table() -> None:
+    rng = np.random.default_rng(0)
+    sizes = [5, 0, 1, 40, 3]
+    parts = [
+        Pieces.make(
+            [
+                rng.integers(0, 2**32, size),
+                rng.integers(0, 2**40, size),
+                rng.integers(1, 2**31, size),
+                rng.random(size) < 0.5,
+            ]
+        )
+        for size in sizes
+    ]
+    blocks, whole = PieceBlocks(), Pieces.join(parts)
+    for part in parts:
+        blocks.add(part)
+    assert blocks.size == whole.size == sum(sizes)
+    for first in range(whole.size + 1):
+        for stop in range(first, whole.size + 3):
+            found, expected = blocks.take(slice(first, stop)), whole.take(slice(first, stop))
+            for one, other in zip(found.columns, expected.columns, strict=True):
+                assert one.dtype == other.dtype and np.array_equal(one, other)
