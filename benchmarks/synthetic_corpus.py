@@ -91,8 +91,9 @@ def _write_documents(
             part = lengths[chosen]
             num_tokens += int(part.sum())
             crc32 = zlib.crc32(part.astype("<i8").tobytes(), crc32)
-            # No two documents have the same digest: a number, scattered.
-            digests = pa.py_buffer(numbers.astype(np.uint64)[:, None] * np.array([0x9E3779B97F4A7C15, 1], np.uint64))
+            # No two documents have the same digest, in corpora of different seeds either: a number, scattered.
+            unique = numbers.astype(np.uint64) + np.uint64(seed << 40)
+            digests = pa.py_buffer(unique[:, None] * np.array([0x9E3779B97F4A7C15, 1], np.uint64))
             rows = {
                 "length": part,
                 "max_token_id": np.full(part.size, 255, dtype=np.int64),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import bisect
 import json
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,14 @@ def test_every_benchmark_has_a_quick_case(script: str) -> None:
     assert found
     for one in found:
         assert one.quick and set(one.quick) <= set(one.options)
+
+
+@pytest.mark.parametrize("script", ["checkpoints", "plan"])
+def test_a_small_case_of_a_scale_benchmark_meets_its_goals(script: str) -> None:
+    command = [sys.executable, "-m", f"benchmarks.scale.{script}", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=RESULTS.parents[1])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "| --- |" in done.stdout and "met" in done.stdout and "**not met**" not in done.stdout
 
 
 def test_a_pair_is_the_slowest_ranks_wall_time_and_the_mean_ranks_cpu_time() -> None:
