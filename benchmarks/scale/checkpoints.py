@@ -96,8 +96,8 @@ def record_of_rank(state: Any, world_size: int, rank: int, head: bytes | None = 
 def longest_hold() -> Iterator[list[float]]:
     """Yield a list that receives the longest time for which a thread of the block kept the interpreter's lock.
 
-    A second thread asks for the lock every millisecond. Its longest wait is counted in CPU time of the process, which other
-    processes of the machine do not lengthen.
+    A second thread asks for the lock every millisecond. Its longest wait is counted in CPU time of the process, which
+    other processes of the machine do not lengthen.
     """
     longest, done = [0.0], threading.Event()
 
@@ -339,10 +339,10 @@ def page(record: Record) -> str:
     text = (
         f"The state of Llama-3-70B with Adam under ZeRO-3: {writes[0]['tensors']:,} tensors (fp32 weights, two "
         "moments, bf16 weights), each cut into one interval per rank. The tensors are the architecture's; there are "
-        "no data. **Real**: the partition's arithmetic, the shards' headers, the manifest, its validation, the "
-        "choice, the read plans, and retention. **Not real**: the shards' contents, and the ranks, which run one "
-        "after another. Times are CPU seconds on one core; memory is a fresh process's peak, Python and torch (about "
-        "0.25 GiB) included."
+        "no data. **Real**: the partition's arithmetic, the header of the first shard, the manifest, its validation, "
+        "the choice, the read plans, and retention. **Not real**: the shards' contents, the headers of the other "
+        "shards (the first one's size stands for them), and the ranks, which run one after another. Times are CPU "
+        "seconds on one core; memory is a fresh process's peak, Python and torch (about 0.25 GiB) included."
     )
     is_planned = worst["total_cpu_s"] <= GOAL_PLAN_S and max(one["peak_bytes"] for one in reads) <= GOAL_MEMORY_BYTES
     goals = (
