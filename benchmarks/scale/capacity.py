@@ -42,7 +42,11 @@ STEP_TOKENS = 2**25
 """Tokens per step, at every number of GPUs."""
 
 
-def run_config(model: str, gpus: int, context_tokens: int) -> Config:
+NETWORKS, NETWORK_GPUS, NETWORK_CONTEXT = (25.0, 50.0, 100.0, 200.0, 400.0), 64, 16_384
+NETWORK_MODELS = ("Llama-3-8B", "Llama-3-70B")
+
+
+def run_config(model: str, gpus: int, context_tokens: int, gbps: float = 400.0) -> Config:
     """Return the configuration of a run, whose memory settings are the planner's."""
     tree = yaml.safe_load(BASE.read_text())
     tree["model"] = {"path": model, "config": MODELS[model], "rope": {"rope_type": "yarn", "factor": 128.0}}
@@ -50,7 +54,7 @@ def run_config(model: str, gpus: int, context_tokens: int) -> Config:
     tree["memory"] |= {"plan": "auto", "host_gib": 240}
     tree["checkpoint"] |= {"host_buffers": 1}
     tree["optimizer"] |= {"lr": 2e-5}
-    tree["cluster"] |= {"workers": gpus}
+    tree["cluster"] |= {"workers": gpus, "network_gbps": gbps}
     return parse_config(tree)
 
 
@@ -82,6 +86,28 @@ def _offload(choice: LayoutChoice) -> str:
     return text if choice.config.elastic.peer_memory else f"{text}; no peer memory"
 
 
+def network_row(model: str, gbps: float) -> dict[str, Any]:
+    """Return the fastest layouts with and without secondary shards on a network."""
+    config = run_config(model, NETWORK_GPUS, NETWORK_CONTEXT, gbps)
+    found = compare_layouts(config, ModelShape.from_config_dict(MODELS[model]))
+    of_secondary = {
+        kind: [one for one in found if one.config.memory.zero_secondary == kind] for kind in ("none", "node")
+    }
+    return {
+        "model": model, "gbps": gbps,
+        **{kind: _layout_figures(choices[0]) for kind, choices in of_secondary.items()},
+    }  # fmt: skip
+
+
+def _layout_figures(choice: LayoutChoice) -> dict[str, Any]:
+    layout = choice.layout
+    return {
+        "layout": f"dp {layout.dp_size}, sp {layout.ulysses_size} x {layout.ring_size}",
+        "seconds": choice.time.seconds, "traffic_s": choice.time.traffic_s,
+        "device_gib": choice.memory.device_bytes / GIB,
+    }  # fmt: skip
+
+
 def longest(model: str, gpus: int) -> int:
     """Return the longest context that fits with any settings, or 0."""
     config, shape = run_config(model, gpus, CONTEXTS[0]), ModelShape.from_config_dict(MODELS[model])
@@ -99,7 +125,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             )
             rows += [row_of(model, gpus, context, options.price) for context in CONTEXTS]
             say(f"{model} on {gpus} GPUs")
-    return {"rows": rows, "longest": contexts, "price": options.price}
+    networks = [network_row(model, gbps) for model in NETWORK_MODELS for gbps in options.networks]
+    return {"rows": rows, "networks": networks, "longest": contexts, "price": options.price}
 
 
 def capacity_table(record: Record) -> str:
@@ -124,6 +151,23 @@ def capacity_table(record: Record) -> str:
 
 def _or_none(row: Record, form: str) -> str:
     return form.format(**row) if "seconds" in row else "does not fit" if form == "{dp}" else ""
+
+
+def network_table(record: Record) -> str:
+    """Return the table of the fastest layouts by network."""
+    return columns(
+        record["networks"],
+        model=lambda row: row["model"],
+        Gbit_per_s=lambda row: f"{row['gbps']:g}",
+        without_secondary=lambda row: row["none"]["layout"],
+        s_per_step=lambda row: f"{row['none']['seconds']:.1f}",
+        wire_s=lambda row: f"{row['none']['traffic_s']:.1f}",
+        with_secondary=lambda row: row["node"]["layout"],
+        its_s_per_step=lambda row: f"{row['node']['seconds']:.1f}",
+        its_wire_s=lambda row: f"{row['node']['traffic_s']:.1f}",
+        its_GiB=lambda row: f"{row['node']['device_gib']:.0f}",
+        gain=lambda row: f"{row['none']['seconds'] / row['node']['seconds']:.2f}",
+    )
 
 
 def longest_table(record: Record) -> str:
@@ -151,8 +195,18 @@ def page(record: Record) -> str:
         f"{record['price']:g} USD per GPU and hour. Several GPUs have not been measured yet."
     )
     parts = [header("Capacity: 8B, 32B and 70B on 8 to 1,024 GPUs", record, text), capacity_table(record)]
+    about = (
+        f"The fastest layouts without and with secondary shards on {NETWORK_GPUS} GPUs at {NETWORK_CONTEXT:,} tokens, "
+        "by the network's bandwidth per GPU. Gradients cross the network in fp32 either way. At 131,072 tokens and "
+        "more, layouts of few ranks per row hide the traffic of weights on most of these networks."
+    )
+    parts += ["## By network", about, network_table(record)]
     if all(row["longest"] is not None for row in record["longest"]):
-        parts += ["## Longest context that fits (`plan --longest`), in tokens", longest_table(record)]
+        about = (
+            "In tokens. By default (`parallel.allowed_sp`), a row is on at most as many ranks as the model has heads, "
+            "so more GPUs allow no longer rows at some point."
+        )
+        parts += ["## Longest context that fits (`plan --longest`)", about, longest_table(record)]
     return "\n\n".join(parts)
 
 
@@ -166,9 +220,10 @@ BENCHMARK = Benchmark(
     options={
         "gpus": ([8, 64, 256, 1024], "numbers of GPUs"),
         "price": (2.5, "USD per GPU and hour"),
+        "networks": (list(NETWORKS), "bandwidths in Gbit/s"),
         "longest": (True, "whether to search the longest contexts"),
     },
-    quick={"gpus": [8], "longest": False},
+    quick={"gpus": [8], "networks": [100.0], "longest": False},
 )
 
 if __name__ == "__main__":
