@@ -34,6 +34,7 @@ _log = get_logger(__name__)
 _NAMESPACE = "ray-ulysses-peer-memory"
 _ANSWER_S = 5.0
 _START_S = 30.0
+_LOOKUPS_AT_ONCE = 32
 _FREE_SHARE = 3
 _NICENESS = 5
 """Niceness of an agent's process, so that training threads take precedence on a busy core."""
@@ -84,7 +85,9 @@ def ensure_agents(
             clients know the port, and training occupies memory that was free before.
         start_s: Longest wait for new agents, in seconds.
     """
-    running = {node: handle for node in nodes if (handle := _find(_name(run_key, node))) is not None}
+    with ThreadPoolExecutor(_LOOKUPS_AT_ONCE) as pool:
+        handles = pool.map(lambda node: _find(_name(run_key, node)), nodes)
+        running = {node: handle for node, handle in zip(nodes, handles, strict=True) if handle is not None}
     found = _contacts(running, _ANSWER_S)
     token = next((one.token for one in (*found.values(), *before.values())), None) or secrets.token_hex(16)
     started = {}

@@ -466,12 +466,14 @@ class JoiningWorkers:
         if missing:
             return
         gpus = dict(zip(joining.asked, ray.get(list(joining.asked.values())), strict=True))
-        for node in set(joining.nodes.values()):
-            here = [number for number, its_node in joining.nodes.items() if its_node == node]
+        others = (one.place for number, one in group.workers.items() if number not in joining.nodes)
+        num_before = Counter(place.node for place in others if place is not None)
+        by_node: dict[str, list[int]] = {}
+        for number, node in joining.nodes.items():
+            by_node.setdefault(node, []).append(number)
+        for node, here in by_node.items():
             shown = sorted((one for number in here for one in gpus[number]), key=lambda one: (len(one), one))
-            others = (one.place for number, one in group.workers.items() if number not in joining.nodes)
-            before = sum(place is not None and place.node == node for place in others)
-            for local_rank, number in enumerate(here, before):
+            for local_rank, number in enumerate(here, num_before[node]):
                 joining.running[number] = joining.actors[number].supervise.remote(
                     self._job, self._announcement, number, local_rank, shown
                 )

@@ -26,7 +26,16 @@ from ray_ulysses.elastic.reform import END_S
 from ray_ulysses.logging import get_logger
 from ray_ulysses.peer_memory.authentication import Gate, seal
 from ray_ulysses.peer_memory.store import AgentAddresses
-from ray_ulysses.supervision.supervisor import BACKLOG, BEAT_S, Announcement, Runs, changes, encode, listen
+from ray_ulysses.supervision.supervisor import (
+    BACKLOG,
+    BEAT_S,
+    LOOK_EVERY_S,
+    Announcement,
+    Runs,
+    changes,
+    encode,
+    listen,
+)
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -323,22 +332,26 @@ class Coordinator:
             connected.writer.write(content)
 
     async def _tick(self) -> None:
-        before = self._clock.monotonic()
+        before = beaten_at = self._clock.monotonic()
         while True:
-            await asyncio.sleep(BEAT_S / 2)
+            await asyncio.sleep(LOOK_EVERY_S)
             present, now = self._present, self._clock.monotonic()
             if present is None:
                 before = now
                 continue
             # Time in which this process was not scheduled does not count as silence.
-            own_s, before = max(0.0, now - before - BEAT_S), now
+            own_s, before = max(0.0, now - before - 2 * LOOK_EVERY_S), now
             for connected in tuple(present.connections.values()):
                 connected.heard_at += own_s
                 if now - connected.heard_at > SILENCE_S:
                     self._drop(present, connected)
-            self._send_all(present, {"do": "beat", "draining": self._draining})
             self._reduce(reform.Tick())
-            await self._look_for_hang(present, now)
+            is_due = now - beaten_at >= BEAT_S
+            if is_due:
+                beaten_at = now
+                self._send_all(present, {"do": "beat", "draining": self._draining})
+            if is_due or (present.hangs is not None and present.hangs.awaits_stacks):
+                await self._look_for_hang(present, now)
 
     async def _look_for_hang(self, present: _Present, now: float) -> None:
         """If the generation hangs, request every rank's stacks, record the hang, and end the generation."""
@@ -435,6 +448,11 @@ class HangWatch:
         if found is None:
             self._asked_at = None
         return found
+
+    @property
+    def awaits_stacks(self) -> bool:
+        """Whether the ranks' stacks have been requested for a hang that persists."""
+        return self._asked_at is not None
 
     def asks_for_stacks(self, now: float) -> bool:
         """Return whether to request the ranks' stacks, which happens once per hang."""

@@ -45,7 +45,9 @@ if TYPE_CHECKING:
     from ray_ulysses.data.read.blocks import Streams
     from ray_ulysses.elastic.hang import RankProgress
 
-BEAT_S = 0.5
+LOOK_EVERY_S = 0.25
+BEAT_S = 1.0
+"""Seconds between messages in either direction, of which the coordinator of a thousand workers handles a thousand."""
 SILENCE_S = 10.0
 """Seconds of silence after which the coordinator counts as gone, or this node as cut off from it."""
 _CLOCKS_AGREE_S = 60.0
@@ -199,7 +201,7 @@ class Supervisor:
             channel = self._connect()
             self._selector.register(channel, selectors.EVENT_READ)
             while True:
-                for key, _ in self._selector.select(timeout=BEAT_S / 2):
+                for key, _ in self._selector.select(timeout=LOOK_EVERY_S):
                     if key.fileobj is channel:
                         self._heard_at = time.monotonic()
                         for message in channel.receive():
