@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sysconfig
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.document_lengths import log_normal
 from benchmarks.runner import REPOSITORY, Benchmark, Record, columns, header, main, met, say
+from benchmarks.scale.slope import slope
 from ray_ulysses.config import load_config
 from ray_ulysses.config.learning import DataSection
 from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
@@ -135,9 +137,23 @@ def page(record: Record) -> str:
         slow=lambda case: f"{case['balanced']['slow']:.2f}",
         goal=goal_of,
     )
-    return "\n\n".join(
-        [header("Level steps: rows at random, sorted in a step, and exchanged among steps", record, text), cases]
-    )
+    top = header("Level steps: rows at random, sorted in a step, and exchanged among steps", record, text)
+    about = "Slopes over 8 to 64 groups at 256 rows per step and 1,048,576 tokens; 0 is constant."
+    return "\n\n".join([top, cases, "## Growth with the number of groups", about, growth(record)])
+
+
+def growth(record: Record) -> str:
+    """Return a table of how imbalance grows with the number of groups."""
+    rows = {}
+    for case in record["cases"]:
+        if case["context_tokens"] == CONTEXTS[-1] and case["rows_per_step"] == GOAL_SIZE[0] and case["dp_size"] <= 64:
+            rows.setdefault(case["corpus"], []).append(case)
+    sizes = [case["dp_size"] for case in next(iter(rows.values()))]
+
+    def of(kind: str) -> Callable[[Any], str]:
+        return lambda item: f"{slope(sizes, [case[kind]['imbalance'] for case in item[1]]):.2f}"
+
+    return columns(list(rows.items()), documents=lambda item: item[0], sorted=of("sorted"), default=of("balanced"))
 
 
 BENCHMARK = Benchmark(
