@@ -443,8 +443,8 @@ BEFORE = """## Before
 
 At commit 3a5a1bd2, a manifest listed every interval of every rank: 12.6 MB at 64 ranks and 49.8 MB at 256, linear in
 the ranks. Rank 0 sent it to every node after every step, and each
-rank's message had 244 to 251 KB, 2 MB per node. Each rank of the next world then parsed it (at least 1 s at 256 ranks), compared
-all intervals of all ranks, and asked the agents one after another for each shard that it reads."""
+rank's message had 244 to 251 KB, 2 MB per node. Each rank of the next world then parsed it (at least 1 s at 256 ranks),
+compared all intervals of all ranks, and asked the agents one after another for each shard that it reads."""
 
 LOSS_SLOPES = (
     "choose_requests", "choose_bytes", "choose_cpu_s", "message_bytes", "rank_requests", "rank_agents",
