@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import tomllib
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import typer
 import yaml
 from packaging.requirements import Requirement
 
+from benchmarks.runner import Benchmark
 from ray_ulysses.cli import app
 from tests.docs_commands import PAGES, ROOT, Command, commands, languages
 
@@ -39,7 +41,7 @@ def test_every_block_says_what_it_is_and_every_command_is_of_a_known_kind() -> N
     assert [page.name for page in PAGES if "" in languages(page) or "bash" in languages(page)] == []
     assert len(_COMMANDS) > 15
     ours = ("ray-ulysses ", "ray job submit ", "make ", "pip install ", "mlflow ui ", "torchrun ")
-    known = (*ours, "ray up ", "ray start ", "kubectl apply ", "docker build ", *_SHELL)
+    known = (*ours, "python -m benchmarks.", "ray up ", "ray start ", "kubectl apply ", "docker build ", *_SHELL)
     assert [str(command) for command in _COMMANDS if not command.text.startswith(known)] == []
 
 
@@ -53,6 +55,12 @@ def test_a_command_of_ours_exists_with_its_options_and_files(command: Command) -
         (prepared,) = (line for line in words if line[:2] == ["ray-ulysses", "prepare"])
         trained = yaml.safe_load((ROOT / arguments[1]).read_text(encoding="utf-8"))["data"]["path"]
         assert trained == prepared[prepared.index("--out") + 1]
+
+
+@pytest.mark.parametrize("command", _of("python", "-m"))
+def test_a_benchmark_of_the_docs_is_there(command: Command) -> None:
+    module = import_module(shlex.split(command.text)[2])
+    assert isinstance(module.BENCHMARK, Benchmark)
 
 
 @pytest.mark.parametrize("command", _of("ray", "job", "submit"))
