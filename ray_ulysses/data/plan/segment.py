@@ -13,7 +13,7 @@ from ray_ulysses.data.plan.rows import Fragments, Int64Array, Rows
 from ray_ulysses.data.plan.steps import StepTimes, step_times
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Number, Whole
 
-PLANNER_VERSION = 4
+PLANNER_VERSION = 5
 HELD_OUT = "held_out"
 """Name of the evaluation set of held-out documents."""
 Packing = Literal["best_fit", "wide_fit", "concat", "none"]

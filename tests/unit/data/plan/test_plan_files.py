@@ -93,7 +93,7 @@ def test_a_missing_plan_and_one_with_foreign_files_or_of_another_version_are_ref
     rows.write_bytes(own)
     path = rows.with_name("plan.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "planner_version": 99}))
-    with pytest.raises(UserError, match=r"planner version 99, but this version of ray-ulysses reads only version 4"):
+    with pytest.raises(UserError, match=r"planner version 99, but this version of ray-ulysses reads only version 5"):
         load_plan(tmp_path)
 
 
