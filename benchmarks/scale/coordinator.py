@@ -56,7 +56,7 @@ SENT = ("sent_bytes", "loss")
 LABELS = {"calls": "calls:", "sent_bytes": "bytes to workers:"}
 BEFORE = (
     "Before commit 5126e9ff, with 1,024 workers: 1,170,000 calls, 0.48 s of the coordinator's CPU and 71 MB of orders "
-    "after a lost node (slopes 1.4 to 1.9), 1,340,000 calls to join, and 14% of a core while training."
+    "after a lost node, 1,340,000 calls to join, and 14% of a core while training."
 )
 
 
