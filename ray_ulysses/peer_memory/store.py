@@ -248,12 +248,16 @@ class PeerMemoryStore(Store):
     def _write_small(self, key: str, content: bytes, *, replace: bool) -> int:
         """Write a file to the first agent in sorted order that answers, and then to others.
 
-        A manifest is then written to the nearest two, which have the writer's shard, and any other file to all.
+        A manifest is then written to the nearest two, which have the writer's shard, or to all if one of these does not
+        answer. Any other file is written to all.
         """
         node, size = self._first(sorted(self.nodes), lambda client: client.put(key, [content], replace=replace))
         with self._dropped_on_failure(key):
-            others = [other for other in self.nodes[: 2 if CHECKPOINT_KEY.match(key) else None] if other != node]
-            self._of_all(others, lambda client: client.put(key, [content], replace=True), may_be_none=True)
+            others = [other for other in self.nodes if other != node]
+            nearest = [other for other in self.nodes[:2] if other != node] if CHECKPOINT_KEY.match(key) else []
+            copied = self._of_all(nearest, lambda client: client.put(key, [content], replace=True), may_be_none=True)
+            if not nearest or len(copied) < len(nearest):
+                self._of_all(others, lambda client: client.put(key, [content], replace=True), may_be_none=True)
         return size
 
     @contextmanager

@@ -114,6 +114,16 @@ def test_a_manifest_is_only_on_the_first_node_and_where_its_writers_shard_is() -
         assert store_of("c").read_whole(MANIFEST) == b"manifest"
 
 
+def test_a_manifest_is_on_every_node_if_one_with_its_writers_shard_does_not_answer() -> None:
+    with many_nodes() as (agents, store_of):
+        store = store_of("d")
+        store.create(SHARD, [b"state"])
+        agents["e"].close()
+        store.create(MANIFEST, [b"manifest"])
+        rest = {node: agent for node, agent in agents.items() if node != "e"}
+        assert holders(rest, MANIFEST) == [node for node in MANY if node != "e"]
+
+
 @pytest.mark.parametrize("lost", ["ab", "ad", "ae", "bad", "abcef", "abcdf"])
 def test_a_manifest_is_there_as_long_as_its_writers_shard_is(lost: str) -> None:
     with many_nodes() as (agents, store_of):
