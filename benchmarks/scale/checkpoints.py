@@ -135,10 +135,12 @@ def write(folder: str, world_size: int) -> dict[str, Any]:
     with measured() as used:
         table = ShardTable(state.tensors, world_size, records)
         manifest = Manifest(step=STEP, attempt=ATTEMPT, world_size=world_size, meta=meta(), state=state, shards=table)
+        table.validate()
         manifest.check_cover()
         content = manifest.to_bytes()
     with longest_hold() as held:
         for _ in range(3):
+            table.validate()
             manifest.check_cover()
             manifest.to_bytes()
     LocalStore(Path(folder)).create(manifest_key(STEP), [content])
@@ -146,7 +148,7 @@ def write(folder: str, world_size: int) -> dict[str, Any]:
         "intervals": sum(len(shard.intervals) for shard in manifest.shards),
         "tensors": len(state.tensors),
         "manifest_bytes": len(content),
-        "gathered_bytes": sum(len(pickle.dumps((one, None))) for one in records),
+        "gathered_bytes": sum(len(pickle.dumps((one, 2**63, None))) for one in records),
         "rank_cpu_s": of_ranks["cpu_s"],
         "write_cpu_s": used["cpu_s"],
         "write_grown_bytes": used["grown_bytes"],

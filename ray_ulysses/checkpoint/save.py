@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
+from ray_ulysses.checkpoint.checksums import checksum
 from ray_ulysses.checkpoint.choice import Damage, examine, read_committed, set_aside
 from ray_ulysses.checkpoint.errors import CheckpointError, FencedError
 from ray_ulysses.checkpoint.fence import is_overtaken, read_lineage
@@ -54,19 +55,22 @@ def save_checkpoint(
         CheckpointError: A shard or the manifest could not be written, or another attempt has committed the step. All
             ranks raise the same message, and earlier checkpoints are intact.
     """
-    shard, problem, cause = None, obstacle, None
+    shard, problem, cause, tensors = None, obstacle, None, state.description.tensors
     if obstacle is None:
         file = shard_file(attempt, rank, world_size, retry)
         entry, problem, cause = _write_own(store, step, file, state, read_back=read_back)
-        shard = None if entry is None else record_of(entry, state.description.tensors, world_size, rank)
-    gathered = messenger.gather((shard, problem))
+        shard = None if entry is None else record_of(entry, tensors, world_size, rank)
+    # A record numbers the tensors, so every rank must have them in rank 0's order.
+    gathered = messenger.gather((shard, checksum(repr([*tensors.items()]).encode()), problem))
     outcome = _Outcome()
     if gathered is not None:
-        shards = tuple(shard for shard, _ in gathered)
-        outcome = _Outcome(problem=join_problems([problem for _, problem in gathered]), cause=cause, is_unused=True)
+        shards, sums, problems = zip(*gathered, strict=True)
+        others = [None if one == sums[0] else "its tensors differ from those of rank 0" for one in sums]
+        problem = join_problems(list(problems)) or join_problems(others)
+        outcome = _Outcome(problem=problem, cause=cause, is_unused=True)
         if outcome.problem is None:
             names = {"step": step, "attempt": attempt, "world_size": world_size}
-            table = ShardTable(state.description.tensors, world_size, shards)
+            table = ShardTable(tensors, world_size, shards)
             outcome = _commit(store, Manifest(**names, meta=meta, state=state.description, shards=table))
         cause = outcome.cause
     is_fenced = isinstance(cause, FencedError)
@@ -121,6 +125,7 @@ class _Outcome:
 def _commit(store: Store, manifest: Manifest) -> _Outcome:
     """Create the manifest after checking that the shards contain the complete state."""
     try:
+        manifest.shards.validate()
         manifest.check_cover()
         _refuse_overtaken(store, manifest)
         content = manifest.to_bytes()

@@ -100,12 +100,17 @@ class ShardTable(Sequence[ShardEntry]):
         # For each tensor, the size of an even share, and the number of ranks whose share is not empty.
         self._shares = np.maximum(-(-self._sizes // world_size), 1)
         self._holders = -(-self._sizes // self._shares)
-        # For each tensor, the start and the shard of each interval that is listed on its own.
-        self._listed: dict[int, list[tuple[int, int]]] = {}
+        # The interval that each row lists on its own and its shard, by tensor; for each row of even shares, its shard
+        # and its tensors.
+        self._listed: dict[int, list[tuple[int, int, int]]] = {}
+        even = []
         for shard, record in enumerate(self.records):
-            for key, start, _ in record.intervals:
-                if key != EVEN and key in self._numbers:
-                    self._listed.setdefault(self._numbers[key], []).append((start, shard))
+            for key, start, stop in record.intervals:
+                if key == EVEN:
+                    even.append((shard, start, stop))
+                elif key in self._numbers:
+                    self._listed.setdefault(self._numbers[key], []).append((start, stop, shard))
+        self._even_rows = np.asarray(even, dtype=np.int64).reshape(-1, 3)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ShardTable) and self.records == other.records
@@ -133,26 +138,24 @@ class ShardTable(Sequence[ShardEntry]):
         )
 
     def validate(self) -> None:
-        """Raise `ContentError` unless each shard's intervals are distinct parts of tensors and add up to its size."""
+        """Raise `ContentError` unless each shard's intervals are parts of tensors, in order, and add up to its size."""
         for shard, record in enumerate(self.records):
-            starts, stops = self._even(shard)
-            is_seen = np.zeros(self._sizes.size, dtype=np.bool_)
+            reached = 0
             for at, (key, start, stop) in enumerate(record.intervals):
                 number = self._numbers.get(key)
                 if key == EVEN:
-                    most, found = self._sizes.size, slice(start, stop)
+                    first, after, most = start, stop, self._sizes.size
                     why = f"but the state has {most} tensors"
                 elif number is None:
-                    most, found, why = -1, slice(0), "but the state has no such tensor"
+                    first, after, most, why = 0, 0, -1, "but the state has no such tensor"
                 else:
-                    most, found = int(self._sizes[number]), slice(number, number + 1)
+                    first, after, most = number, number + 1, int(self._sizes[number])
                     why = f"but the tensor has {most} elements"
-                is_held = (starts < stops)[found] | (key != EVEN)
-                if start <= stop <= most and (is_seen[found] & is_held).any():
-                    most, why = -1, "but the shard already has an interval of this tensor"
+                if start <= stop <= most and first < reached:
+                    most, why = -1, "but the tensors of a shard must be distinct and in the order of the state"
                 if not start <= stop <= most:
                     raise ContentError(f"shards[{shard}].intervals[{at}] is {shown_value([key, start, stop])}, {why}")
-                is_seen[found] |= is_held
+                reached = after
             intervals = self._intervals(shard)
             if (size := record.header_bytes + intervals.num_bytes + intervals.table_bytes) != record.bytes:
                 raise ContentError(
@@ -160,19 +163,17 @@ class ShardTable(Sequence[ShardEntry]):
                 )
 
     def check_cover(self) -> None:
-        """Raise `CoverError` unless the shards' intervals contain each element of the state exactly once."""
+        """Raise `CoverError` unless the shards' intervals contain each element of the state exactly once.
+
+        The memory needed is in proportion to the table, also if it is wrong; `validate` must have passed.
+        """
         counts = np.zeros(self._sizes.size, dtype=np.int64)
-        for shard, record in enumerate(self.records):
-            starts, stops = self._even(shard)
-            for key, first, stop in record.intervals:
-                if key == EVEN:
-                    counts[first:stop] += (starts < stops)[first:stop]
-        # A tensor is complete if each rank stores its even share. The other tensors are checked interval by interval.
-        is_odd = counts != self._holders
-        is_odd[list(self._listed)] = True
-        odd = {self._keys[number]: int(self._sizes[number]) for number in np.flatnonzero(is_odd)}
-        if odd:
-            check_cover(odd, [one.interval for shard in range(len(self)) for one in self._intervals(shard).of(is_odd)])
+        for shard, first, stop in self._even_rows.tolist():
+            starts, stops = self._even(shard, first, stop)
+            counts[first:stop] += starts < stops
+        # A tensor is complete if each rank stores its even share. Any other tensor must be listed.
+        for number in sorted({*np.flatnonzero(counts != self._holders).tolist(), *self._listed}):
+            check_cover({self._keys[number]: int(self._sizes[number])}, self._stored(number))
 
     def holding(self, wanted: Sequence[Interval]) -> list[tuple[ShardEntry, StoredInterval]]:
         """Return the intervals of the wanted tensors in all shards that may contain wanted elements, in file order."""
@@ -184,7 +185,7 @@ class ShardTable(Sequence[ShardEntry]):
                 is_wanted[number] = True
                 share = int(self._shares[number])
                 shards.update(range(want.start // share, min(-(-want.stop // share), len(self))))
-                shards.update(shard for _, shard in self._listed.get(number, ()))
+                shards.update(shard for _, _, shard in self._listed.get(number, ()))
         entries = {shard: self[shard] for shard in sorted(shards)}
         return [(entry, one) for shard, entry in entries.items() for one in self._intervals(shard).of(is_wanted)]
 
@@ -200,23 +201,29 @@ class ShardTable(Sequence[ShardEntry]):
             return (0,)
         if number not in self._listed:
             return range(0, int(self._sizes[number]), int(self._shares[number]))
-        whole = Interval(key, 0, int(self._sizes[number]))
-        return sorted(one.interval.start for _, one in self.holding([whole]) if one.num_bytes)
+        return sorted(one.start for one in self._stored(number) if one.start < one.stop)
 
-    def _even(self, rank: int) -> tuple[Int64Array, Int64Array]:
-        """Return the start and stop of a rank's even share of each tensor, like `intervals.partition`."""
-        starts, stops = (
-            np.minimum(np.minimum(one, self._holders) * self._shares, self._sizes) for one in (rank, rank + 1)
-        )
+    def _stored(self, number: int) -> list[Interval]:
+        """Return all stored intervals of a tensor."""
+        key, size, share = self._keys[number], int(self._sizes[number]), int(self._shares[number])
+        shards, firsts, stops = self._even_rows.T
+        holders = shards[(firsts <= number) & (number < stops)].tolist()
+        even = [Interval(key, min(shard * share, size), min((shard + 1) * share, size)) for shard in holders]
+        return even + [Interval(key, start, stop) for start, stop, _ in self._listed.get(number, ())]
+
+    def _even(self, rank: int, first: int, stop: int) -> tuple[Int64Array, Int64Array]:
+        """Return the start and stop of a rank's even share of tensors `first` to `stop`, like `intervals.partition`."""
+        sizes, shares, holders = (one[first:stop] for one in (self._sizes, self._shares, self._holders))
+        starts, stops = (np.minimum(np.minimum(one, holders) * shares, sizes) for one in (rank, rank + 1))
         return starts, stops
 
     def _intervals(self, shard: int) -> StoredIntervals:
-        starts, stops = self._even(shard)
         parts = [np.empty((0, 3), dtype=np.int64)]
         for key, first, stop in self.records[shard].intervals:
             if key == EVEN:
-                held = first + np.flatnonzero((starts < stops)[first:stop])
-                parts.append(np.stack([held, starts[held], stops[held]], axis=1))
+                starts, stops = self._even(shard, first, stop)
+                held = np.flatnonzero(starts < stops)
+                parts.append(np.stack([first + held, starts[held], stops[held]], axis=1))
             else:
                 parts.append(np.asarray([[self._numbers[key], first, stop]], dtype=np.int64))
         held = np.concatenate(parts)
@@ -227,7 +234,7 @@ class ShardTable(Sequence[ShardEntry]):
 
 
 def record_of(entry: ShardEntry, tensors: Mapping[str, TensorSpec], world_size: int, rank: int) -> ShardRecord:
-    """Return the record of a rank's shard."""
+    """Return the record of a rank's shard, whose intervals are in the order of `tensors`."""
     shares = {key: partition(spec.num_elements, world_size, rank) for key, spec in tensors.items()}
     numbers = {key: number for number, key in enumerate(tensors)}
     held_before = list(accumulate((start < stop for start, stop in shares.values()), initial=0))
@@ -236,7 +243,7 @@ def record_of(entry: ShardEntry, tensors: Mapping[str, TensorSpec], world_size: 
         number = numbers[key]
         if (start, stop) != shares[key]:
             rows.append((key, start, stop))
-        elif rows and rows[-1][0] == EVEN and held_before[number] == held_before[rows[-1][2]] and rows[-1][2] <= number:
+        elif rows and rows[-1][0] == EVEN and held_before[number] == held_before[rows[-1][2]]:
             # Shares between the two are empty.
             rows[-1] = (EVEN, rows[-1][1], number + 1)
         else:

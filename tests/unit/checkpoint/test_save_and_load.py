@@ -119,6 +119,22 @@ def test_shards_that_do_not_hold_the_whole_state_are_never_committed(tmp_path: P
     assert committed_steps(store) == ()
 
 
+def test_ranks_that_describe_the_tensors_in_another_order_are_refused(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    tensors = {name: torch.arange(4.0) + number for number, name in enumerate(("fp32/a", "fp32/b"))}
+    orders = [tensors, tensors, dict(reversed(tensors.items()))]
+
+    def call(rank: int, messenger: ThreadExchange) -> CheckpointRef:
+        state = shard_of(orders[rank], rank, 3)
+        return save_checkpoint(
+            store, step=20, attempt=1, rank=rank, world_size=3, state=state, meta=META, messenger=messenger
+        )
+
+    errors = on_ranks(3, call)
+    assert all("rank 2: its tensors differ from those of rank 0" in str(error) for error in errors)
+    assert committed_steps(store) == () and list(store.list("checkpoints")) == []
+
+
 def test_a_rank_that_can_not_read_stops_every_rank(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     save(store, 20)

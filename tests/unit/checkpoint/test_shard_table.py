@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +14,11 @@ from ray_ulysses.checkpoint import Manifest, StateDescription, TensorSpec
 from ray_ulysses.checkpoint.checksums import table_bytes
 from ray_ulysses.checkpoint.intervals import CoverError, Interval, partition, plan_reads
 from ray_ulysses.checkpoint.load import plan_batches, plan_load
-from ray_ulysses.checkpoint.shard_table import ShardTable, record_of
+from ray_ulysses.checkpoint.manifest import ManifestError
+from ray_ulysses.checkpoint.shard_table import EVEN, ShardTable, record_of
 from ray_ulysses.checkpoint.shards import ShardEntry, StoredInterval, place_intervals
 from ray_ulysses.run_names import shard_file
+from ray_ulysses.validation import ContentError
 from tests.breadth import examples
 from tests.unit.checkpoint.manifests import ATTEMPT, META, STEP
 
@@ -151,3 +155,48 @@ def test_even_shares_are_those_of_the_partition() -> None:
         table, _ = table_of(tensors, held)
         for rank, rows in enumerate(held):
             assert [tuple(one.interval) for one in table[rank].intervals] == [row for row in rows if row[1] < row[2]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "place"),
+    [
+        ([(EVEN, 0, 2), (EVEN, 1, 3)], 1),  # the ranks' shares of these tensors are empty
+        ([(EVEN, 2, 3), (EVEN, 0, 1)], 1),
+        ([("fp32/2", 0, 1), ("fp32/1", 0, 1)], 1),
+        ([("fp32/2", 0, 1), ("fp32/2", 0, 1)], 1),
+        ([(EVEN, 0, 3), ("fp32/2", 0, 1)], 1),
+    ],
+)
+def test_rows_that_are_not_in_the_order_of_the_tensors_are_refused(rows: list[Any], place: int) -> None:
+    tensors = specs_of([1, 1, 1])
+    table, _ = table_of(tensors, [even(tensors, 2, rank) for rank in range(2)])
+    table = ShardTable(tensors, 2, [table.records[0], replace(table.records[1], intervals=tuple(rows))])
+    with pytest.raises(ContentError, match=rf"^shards\[1\]\.intervals\[{place}\]"):
+        table.validate()
+
+
+@pytest.mark.parametrize("kind", ["even", "listed"])
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_small_foreign_manifest_takes_little_memory(kind: str, is_short: bool) -> None:
+    # All ranks but the last store their even shares, and the last one nothing, or intervals that are stored already.
+    num_ranks = 400
+    tensors = {f"fp32/{number}": TensorSpec(shape=(num_ranks,), dtype="F32") for number in range(400)}
+    records = []
+    for rank in range(num_ranks):
+        held = even(tensors, num_ranks, rank)
+        if rank == num_ranks - 1:
+            held = [(key, 0, 2) for key in tensors] if kind == "listed" else []
+        records.append(record_of(entry_of(tensors, held, num_ranks, rank), tensors, num_ranks, rank))
+    table = ShardTable(tensors, num_ranks, records[1:] if is_short else records)
+    state = StateDescription(tensors=tensors)
+    manifest = Manifest(step=STEP, attempt=ATTEMPT, world_size=num_ranks, meta=META, state=state, shards=table)
+    content = manifest.to_bytes()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ManifestError if is_short else CoverError):
+            Manifest.from_bytes(content).check_cover()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # Read as JSON, it takes about ten times its size; its 160,000 intervals would take 200 times.
+    assert peak < 30 * len(content), f"{peak / len(content):.0f} times the size of the file"
