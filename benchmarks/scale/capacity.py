@@ -140,7 +140,7 @@ def capacity_table(record: Record) -> str:
         sp=lambda row: _or_none(row, "{ulysses} x {ring}"),
         secondary=lambda row: _or_none(row, "{secondary}"),
         s_per_step=lambda row: _or_none(row, "{seconds:.1f}"),
-        wire_s=lambda row: _or_none(row, "{traffic_s:.1f}"),
+        traffic_s=lambda row: _or_none(row, "{traffic_s:.1f}"),
         MFU=lambda row: _or_none(row, "{mfu:.0%}"),
         GiB=lambda row: _or_none(row, "{device_gib:.0f}"),
         host_GiB=lambda row: _or_none(row, "{host_gib:.0f}"),
@@ -160,12 +160,12 @@ def network_table(record: Record) -> str:
         model=lambda row: row["model"],
         Gbit_per_s=lambda row: f"{row['gbps']:g}",
         without_secondary=lambda row: row["none"]["layout"],
-        s_per_step=lambda row: f"{row['none']['seconds']:.1f}",
-        wire_s=lambda row: f"{row['none']['traffic_s']:.1f}",
+        s_per_step_without=lambda row: f"{row['none']['seconds']:.1f}",
+        traffic_s_without=lambda row: f"{row['none']['traffic_s']:.1f}",
         with_secondary=lambda row: row["node"]["layout"],
-        its_s_per_step=lambda row: f"{row['node']['seconds']:.1f}",
-        its_wire_s=lambda row: f"{row['node']['traffic_s']:.1f}",
-        its_GiB=lambda row: f"{row['node']['device_gib']:.0f}",
+        s_per_step_with=lambda row: f"{row['node']['seconds']:.1f}",
+        traffic_s_with=lambda row: f"{row['node']['traffic_s']:.1f}",
+        GiB_with=lambda row: f"{row['node']['device_gib']:.0f}",
         gain=lambda row: f"{row['none']['seconds'] / row['node']['seconds']:.2f}",
     )
 
@@ -191,7 +191,7 @@ def page(record: Record) -> str:
         "on H100s of 80 GB with 240 GiB of host memory each, 8 per node, and 400 Gbit/s per GPU between nodes. The "
         "planner chooses the memory settings (`memory.plan: auto`); `checkpoint.host_buffers` is 1, and peer memory is "
         f"off where it does not fit. Each step has {STEP_TOKENS:,} tokens: 256 rows of 131,072 tokens or 32 rows of "
-        "1,048,576. wire: time of the traffic between ranks that does not overlap with compute. Price: "
+        "1,048,576. traffic s: time of the traffic between ranks that does not overlap with compute. Price: "
         f"{record['price']:g} USD per GPU and hour. Several GPUs have not been measured yet."
     )
     parts = [header("Capacity: 8B, 32B and 70B on 8 to 1,024 GPUs", record, text), capacity_table(record)]

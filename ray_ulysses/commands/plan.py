@@ -12,7 +12,7 @@ import typer
 
 from ray_ulysses.commands.options import AsJson, Branch, ConfigPath, Overrides, Quiet, load_run_config
 from ray_ulysses.commands.output import Waiting, columns, put
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.report.words import as_text, duration, facts, folded, size, table
 
 if TYPE_CHECKING:
@@ -55,6 +55,11 @@ def plan(
 
     Needs no GPU and no network.
     """
+    instead = [name for name, is_given in (("--layouts", layouts), ("--longest", longest), ("--fit", fit)) if is_given]
+    of_report = {"--price": price is not None, "--branch": branch, "--verbose": verbose}
+    ignored = [name for name, is_given in of_report.items() if is_given and instead] + instead[1:] * layouts
+    if ignored:
+        raise UserError(f"{instead[0]} can't be combined with {ignored[0]}; leave out one of the two")
     loaded = load_run_config(config, overrides, needs_corpus=False)
     width = columns(sys.stdout)
     with Waiting("planning", is_quiet=quiet):
@@ -89,40 +94,63 @@ def _tell_layouts(config: Config, base: Path, as_json: bool) -> tuple[str, bool]
         UserError: The time of a step can't be predicted.
     """
     from ray_ulysses.planner.layouts import compare_layouts
-    from ray_ulysses.planner.throughput import configured_time, full_rows
-    from ray_ulysses.run.preflight import planned_memory
+    from ray_ulysses.planner.problems import heads_problems
+    from ray_ulysses.planner.settings import fits_rows
+    from ray_ulysses.run.preflight import load_stored_plan, planned_memory
+    from ray_ulysses.run.stored_run import read_stored_run
 
-    planned, shape, _ = planned_memory(config, base)
-    if configured_time(planned, shape, full_rows(planned)) is None:
-        raise UserError(
-            "--layouts compares predicted times, which require cluster.device, model.dtype=bf16 and an optimizer that "
-            "is not on NVMe; set, for example, --set cluster.device=H100"
-        )
-    found = compare_layouts(config.with_absolute_paths(base), shape)
+    config = config.with_absolute_paths(base)
+    stored = read_stored_run(config)
+    plan = load_stored_plan(config, stored)
+    planned, shape, _ = planned_memory(config, base, stored)
+    if problems := tuple(heads_problems(planned, shape)):
+        raise ConfigError(problems, source=f"run {config.run.name!r}")
+    if missing := _not_predicted(planned):
+        raise UserError(f"--layouts compares predicted times, but no time is predicted {missing}")
+    settled = None if plan is None else plan.settings
+    found = compare_layouts(config, shape, settled, stored.config if stored.has_begun else None)
     if as_json:
         return json.dumps([_layout_json(one) for one in found], indent=2), bool(found)
-    return _render_layouts(config, found), bool(found)
+    where = "into memory"
+    if settled is not None and not fits_rows(config, shape, settled.pad_multiple):
+        where = f"the stored rows, whose lengths are multiples of {settled.pad_multiple}"
+    return _render_layouts(config, found, f"the configured layout does not fit {where}"), bool(found)
 
 
-def _render_layouts(config: Config, found: Sequence[LayoutChoice]) -> str:
+def _not_predicted(config: Config) -> str | None:
+    if config.gpu is None:
+        return "on CPUs or without cluster.device; set, for example, cluster.device=H100 and cluster.gpus_per_worker=1"
+    if config.model.dtype != "bf16":
+        return f"for model.dtype={config.model.dtype}; use bf16"
+    is_on_nvme = config.memory.offload_optimizer == "nvme"
+    return "for memory.offload_optimizer=nvme; use none or cpu" if is_on_nvme else None
+
+
+def _render_layouts(config: Config, found: Sequence[LayoutChoice], misfit: str) -> str:
+    """Return the table of layouts. ``misfit`` says why the configured layout is not in ``found``, if it is not."""
+    from ray_ulysses.planner.settings import secondary_size
+    from ray_ulysses.planner.throughput import seconds_text
+
     workers = f"{config.cluster.workers.max} {config.cluster.device}"
     network = f"{config.cluster.gpus_per_node} per node, {config.cluster.network_gbps:g} Gbit/s per GPU between nodes"
     if not found:
         return f"no layout fits on {workers}; plan --fit looks for other settings"
     rows = [
         (
-            f"{one.time.seconds:.3g} s",
+            seconds_text(one.time.seconds),
             size(one.memory.device_bytes),
             str(one.layout.dp_size),
             f"{one.layout.sp_size} = {one.layout.ulysses_size} x {one.layout.ring_size}",
-            one.config.memory.zero_secondary,
-            f"{one.time.traffic_s:.1f} s",
+            "node" if secondary_size(one.config) > 1 else "none",
+            seconds_text(one.time.traffic_s),
             "configured" if not one.settings else "",
         )
         for one in found
     ]
     header = ("step", "device", "dp", "sp = ulysses x ring", "secondary", "traffic", "")
-    lines = [f"layouts that fit on {workers} ({network})", *table(header, rows), *_fastest(found)]
+    lines = [f"layouts that fit on {workers} ({network})", *table(header, rows)]
+    lines += [misfit] if all(one.settings for one in found) else []
+    lines += _fastest(found)
     lines.append("  Predicted, if each row is one document; traffic is the part that does not overlap with compute.")
     return as_text(lines)
 

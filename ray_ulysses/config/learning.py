@@ -218,7 +218,7 @@ class DataSection(Section):
     """Number of consecutive steps that may exchange rows, so that rows of similar cost share a micro-batch. A larger
     value balances data-parallel ranks better at very long context, but moves rows by up to that many steps. 1: rows
     stay in their step and are sorted by cost within it. Default 16: at 1M tokens, 256 rows per step and 64 groups of
-    ranks, steps take at most 1.08 times as long as with perfectly balanced ranks, instead of up to 2.5 times."""
+    ranks, steps take at most 1.07 times as long as with perfectly balanced ranks, instead of up to 2.5 times."""
 
     row_order: Annotated[Literal["shuffled", "costliest"], _ROWS_OF_STEPS] = "shuffled"
     """Order of an epoch's rows: `shuffled` with the seed, or `costliest`, which puts the most expensive rows into the

@@ -10,7 +10,7 @@ import numpy as np
 from ray_ulysses.config import Config
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.packing import NUM_OPEN_ROWS, WIDE_OPEN_ROWS
-from ray_ulysses.data.plan.segment import Segment
+from ray_ulysses.data.plan.segment import PlanSettings, Segment
 from ray_ulysses.data.plan.steps import QUARTERS, balance_windows, step_times
 from ray_ulysses.model_shape import BALANCING_BIASES, UNCOUNTED_ROUTERS, ModelShape
 from ray_ulysses.planner.experts import ExpertTraffic
@@ -29,15 +29,20 @@ _FASTER = 0.9
 
 
 def plan_notes(
-    config: Config, shape: ModelShape, stage: Stage | None, corpora: Sequence[Corpus] = ()
+    config: Config,
+    shape: ModelShape,
+    stage: Stage | None,
+    corpora: Sequence[Corpus] = (),
+    settled: PlanSettings | None = None,
 ) -> tuple[str, ...]:
     """Return notes on a stage's settings that may be unintended.
 
-    ``stage`` is None if no corpus is prepared. A run without stages is treated as a single stage.
+    ``stage`` is None if no corpus is prepared. A run without stages is treated as a single stage. For ``settled``, see
+    `compare_layouts`.
     """
     notes = [
         *_config_notes(config),
-        *_layout_notes(config, shape),
+        *_layout_notes(config, shape, settled),
         *_encoding_notes(corpora),
         *_expert_notes(config, shape),
     ]
@@ -80,16 +85,16 @@ def _config_notes(config: Config) -> Iterator[str]:
         )
 
 
-def _layout_notes(config: Config, shape: ModelShape) -> Iterator[str]:
+def _layout_notes(config: Config, shape: ModelShape, settled: PlanSettings | None) -> Iterator[str]:
     """Propose a layout that communicates less, if the run spans several nodes and a step gets at least 10% faster."""
     if config.cluster.workers.max <= config.cluster.gpus_per_node:
         return
-    found = compare_layouts(with_settings(config, {"memory.plan": "off"}), shape)
+    found = compare_layouts(with_settings(config, {"memory.plan": "off"}), shape, settled)
     now = next((one for one in found if not one.settings), None)
     if now is not None and found[0].time.seconds <= _FASTER * now.time.seconds:
         yield (
-            f"a faster layout fits: {found[0].options()} ({found[0].reason(now)}, predicted); --layouts compares all "
-            "layouts"
+            f"a faster layout fits: {found[0].options()} ({found[0].reason(now)}, predicted if each row is one "
+            "document); see `plan --layouts`"
         )
 
 

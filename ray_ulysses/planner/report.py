@@ -14,7 +14,7 @@ from ray_ulysses.config.stages import in_stage
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet, PlanInput
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.plan.segment import Segment
+from ray_ulysses.data.plan.segment import PlanSettings, Segment
 from ray_ulysses.data.plan.steps import step_times
 from ray_ulysses.errors import ConfigError, Problem
 from ray_ulysses.model_shape import ModelShape
@@ -250,6 +250,7 @@ def build_report(
     chosen: tuple[Chosen, ...] = (),
     stage: Stage | None = None,
     run: Config | None = None,
+    settled: PlanSettings | None = None,
 ) -> PlanReport:
     """Build the report of a run or of one of its stages.
 
@@ -262,6 +263,7 @@ def build_report(
         chosen: Settings that the planner has chosen.
         stage: The stage to report on.
         run: The run's configuration, if ``config`` is a stage's.
+        settled: The stored settings of a run that has begun; None for a new run.
     """
     # Checks of lengths and token ids require a prepared corpus.
     opened = () if isinstance(corpora, PlanInput) else corpora.corpora
@@ -282,7 +284,7 @@ def build_report(
         has_gpu=config.cluster.gpus_per_worker > 0,
         dtype=config.model.dtype,
         problems=(*changed, *heads_problems(config, shape), *of_data, *memory_problems(config, shape, memory, run)),
-        notes=plan_notes(config, shape, (stage or stage_at(config, plan, 0)) if opened else None, opened),
+        notes=plan_notes(config, shape, (stage or stage_at(config, plan, 0)) if opened else None, opened, settled),
     )
 
 
@@ -429,10 +431,11 @@ def report_run_of_stages(
     plan: Plan,
     changed: tuple[Problem, ...],
     chosen: tuple[Chosen, ...],
+    settled: PlanSettings | None,
 ) -> PlanReport:
     """Build the report of a run with or without stages. For the arguments, see `build_report`."""
     if not config.stages:
-        return build_report(config, shape, corpora, plan, changed, chosen)
+        return build_report(config, shape, corpora, plan, changed, chosen, settled=settled)
     facts: list[StageFacts] = []
     found: list[Problem] = []
     problems, notes = list(changed), []
@@ -441,7 +444,7 @@ def report_run_of_stages(
         if so_far.num_steps < plan.num_steps:
             # run.stop_step is checked in the last stage of the plan.
             own = own.model_copy(update={"run": own.run.model_copy(update={"stop_step": None})})
-        report = build_report(own, shape, corpora, so_far, (), chosen, planned, config)
+        report = build_report(own, shape, corpora, so_far, (), chosen, planned, config, settled)
         problems += [in_stage(problem, stage) for problem in report.problems if problem not in found]
         found += report.problems
         notes.append(report.notes)

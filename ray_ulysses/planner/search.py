@@ -24,7 +24,7 @@ from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import automatic_ring_size
 from ray_ulysses.planner.memory import MemoryEstimate, configured_memory, fits, run_memory
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
-from ray_ulysses.planner.settings import allowed_sp, fits_rows, pad_multiple, ring_size
+from ray_ulysses.planner.settings import allowed_sp, fits_rows, pad_multiple, ring_size, run_layout
 from ray_ulysses.planner.throughput import StepTime, configured_time, full_rows
 
 _STAGE = "memory.zero_stage"
@@ -319,25 +319,48 @@ def attention_head_groups(config: Config, shape: ModelShape) -> dict[Any, int]:
     return {now: 0} | {more: _HEAD_GROUPS_COST * n for n, more in enumerate(_powers(now, most)) if n}
 
 
-def _layouts(config: Config, shape: ModelShape) -> Iterator[Candidate]:
-    now, multiple = config.parallel.sp_size, pad_multiple(config, shape)
-    yield Candidate(settings={}, cost=0)
+def layouts(config: Config, shape: ModelShape, multiple: int | None = None) -> Iterator[Settings]:
+    """Yield the changes that lead to each layout to compare; empty for the configured layout.
+
+    For each allowed ``sp`` size that divides the workers, up to three rings are compared: the automatic ring, and the
+    smallest rings with at most as many Ulysses ranks as a node has GPUs (so that the exchange of heads stays within a
+    node) and as the model has KV heads (so that few are copied). For the configured size, the configured ring is added.
+    Recurrent layers do not support a ring.
+
+    Args:
+        config: The configuration to change.
+        shape: The model's shape.
+        multiple: The number that divides the length of every row, or None if rows may still be padded to any multiple.
+    """
+    workers = config.cluster.workers
     for size in allowed_sp(config, shape):
-        if size < now or config.cluster.workers.min % size or config.cluster.workers.max % size:
+        if workers.min % size or workers.max % size:
             continue
-        # A ring avoids copies of KV heads, so it may take less memory. Recurrent layers do not support a ring.
-        rings = {automatic_ring_size(size, shape.num_heads), -(-size // shape.num_kv_heads)}
-        for ring in {1} if shape.mixer_layers else rings:
-            settings: dict[str, Any] = {} if size == now else {"parallel.sp_size": size}
-            same = with_settings(config, settings)
-            if size == now or config.parallel.ring_size is not None or ring != ring_size(same, shape, size):
-                settings |= {"parallel.ring_size": ring}
-            changed = with_settings(config, settings)
-            is_same = size == now and ring == ring_size(config, shape)
-            if is_same or size % ring or not fits_rows(changed, shape, multiple):
-                continue
-            doublings = round(math.log2(size / now))
-            yield Candidate(settings=settings, cost=max(1, _RANKS_COST * doublings + _RING_COST * (ring > 1)))
+        of_size = {} if size == config.parallel.sp_size else {"parallel.sp_size": size}
+        now = ring_size(with_settings(config, of_size), shape)
+        rings = {automatic_ring_size(size, shape.num_heads)} | (set() if of_size else {now})
+        rings |= {_smallest_ring(size, most) for most in (config.cluster.gpus_per_node, shape.num_kv_heads)}
+        for ring in (1,) if shape.mixer_layers else sorted(rings):
+            settings = of_size if ring == now else {**of_size, "parallel.ring_size": ring}
+            fits_heads = size // ring <= shape.num_heads
+            if fits_heads and (multiple is None or fits_rows(with_settings(config, settings), shape, multiple)):
+                yield settings
+
+
+def _smallest_ring(sp_size: int, most: int) -> int:
+    return next(ring for ring in range(1, sp_size + 1) if sp_size % ring == 0 and sp_size // ring <= most)
+
+
+def _layouts(config: Config, shape: ModelShape) -> Iterator[Candidate]:
+    """Yield the layouts with at least as many ranks per row, whose rows are padded as in the configured layout."""
+    now = config.parallel.sp_size
+    yield Candidate(settings={}, cost=0)
+    for settings in layouts(config, shape, pad_multiple(config, shape)):
+        layout = run_layout(with_settings(config, settings), shape)
+        if settings and layout.sp_size >= now:
+            doublings = round(math.log2(layout.sp_size / now))
+            cost = max(1, _RANKS_COST * doublings + _RING_COST * (layout.ring_size > 1))
+            yield Candidate(settings=settings, cost=cost)
 
 
 def _powers(first: int, most: int) -> list[int]:

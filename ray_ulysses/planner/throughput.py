@@ -123,6 +123,11 @@ class StepTime:
         return "predicted, within 10% of measured steps" if self.is_measured else sheet
 
 
+def seconds_text(seconds: float) -> str:
+    """Format a predicted time with three significant digits, since it is not more accurate: ``0.483 s``, ``7980 s``."""
+    return f"{float(f'{seconds:.3g}'):g} s"
+
+
 def full_rows(config: Config) -> Work:
     """Return the work of a step in which each row is a single document of ``data.context_tokens`` tokens."""
     rows, context, groups = config.data.rows_per_step, config.data.context_tokens, config.dp_size

@@ -7,6 +7,7 @@ from ray_ulysses.parallel.layout import HeadPlan
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 from ray_ulysses.planner.report import DataFacts, LayoutFacts, PlanReport, StageFacts
 from ray_ulysses.planner.state_memory import PeerMemoryFacts
+from ray_ulysses.planner.throughput import seconds_text
 from ray_ulysses.report.words import as_text, count, duration, facts, percent, size, table
 
 _PHASES = {
@@ -68,12 +69,13 @@ def _verdict(report: PlanReport, price: float | None) -> list[tuple[str, str]]:
     needs = f"{_amount(*of_device)} per {'GPU' if report.has_gpu else 'worker'}, {_amount(*of_host)} of host memory"
     last = " of the last stage" if report.stages else ""
     unknown = "not predicted (needs cluster.device, GPUs and bf16)"
+    step = unknown if time is None else f"{seconds_text(time.seconds)} per step{last}, MFU {time.mfu:.0%}, {time.basis}"
     sizes = ", ".join(map(str, layout.level_world_sizes[:_MOST_SIZES]))
     more = ", ..." if len(layout.level_world_sizes) > _MOST_SIZES else ""
     valid = f"{_other_counts(layout)}, best {sizes}{more}"
     rows = [
         ("memory", fits + needs),
-        ("time", unknown if time is None else f"{time.seconds:.3g} s per step{last}, MFU {time.mfu:.0%}, {time.basis}"),
+        ("time", step),
         ("workers", f"{_workers(report)}; also {valid}"),
     ]
     if report.stages:
@@ -309,12 +311,12 @@ def _time(report: PlanReport, price: float | None) -> list[str]:
         return [said]
     width = max(len(term.name) for term in modelled.terms)
     lines = [
-        f"time per step: {modelled.seconds:.3g} s on {world} {modelled.device}, {modelled.basis}; "
+        f"time per step: {seconds_text(modelled.seconds)} on {world} {modelled.device}, {modelled.basis}; "
         f"MFU {modelled.mfu:.0%}, HFU {modelled.hfu:.0%}",
         f"  figures of {modelled.device}: {modelled.source}",
     ]
     for term in modelled.terms:
-        lines.append(_row(f"{term.seconds:.3g} s", term.name, width, term.source))
+        lines.append(_row(seconds_text(term.seconds), term.name, width, term.source))
     bill = _bill(report, price)
     return lines if bill is None else [*lines, f"  {bill}, without faults and saves"]
 

@@ -96,9 +96,7 @@ class PreparedRun:
     def read_again(self) -> PreparedRun:
         """Read the stored state again. The state can no longer change once the caller holds the run's claim."""
         stored = read_stored_run(self.config)
-        with run_dir_answers(self.config):
-            plan = load_plan_if_any(self.config.run_dir / PLAN_FOLDER) if stored.has_begun else None
-        return replace(self, stored=stored, stored_plan=plan)
+        return replace(self, stored=stored, stored_plan=load_stored_plan(self.config, stored))
 
     @property
     def config(self) -> Config:
@@ -207,7 +205,7 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
     run, shape = replace(run, config=config), run.shape
     num_positions = check_architecture(config).num_positions
     model_notes = (*_adapter_start(config), *_noise_notes(config))
-    stored = load_plan_if_any(config.run_dir / PLAN_FOLDER) if stored_run.has_begun else None
+    stored = load_stored_plan(config, stored_run)
     problems += misfit(run, stored)
     corpora, validation, plan, new = plan_run(run, stored, stored_run, branch=branch)
     problems += () if problems else other_plan(config, stored, plan, len(new))
@@ -232,7 +230,8 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
             corpus.info.max_token_id, shape.vocab_size, str(corpus.folder), "data.validation"
         )
     others, notes = compare_tokenizers(config, corpora.corpora[0])
-    report = report_run_of_stages(config, shape, corpora, plan, (*problems, *others), chosen)
+    settled = None if stored is None else stored.settings
+    report = report_run_of_stages(config, shape, corpora, plan, (*problems, *others), chosen, settled)
     notes = (*report.notes, *model_notes, *reference_notes(config), *notes)
     report = replace(report, notes=notes, source_format=source_format(config))
     problems[:] = report.problems
@@ -250,6 +249,12 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
         masking=masking,
         reference=digest,
     )
+
+
+def load_stored_plan(config: Config, stored: StoredRun) -> Plan | None:
+    """Return the plan of a run that has begun, or None before the first attempt, which may replace any stored plan."""
+    with run_dir_answers(config):
+        return load_plan_if_any(config.run_dir / PLAN_FOLDER) if stored.has_begun else None
 
 
 def _noise_notes(config: Config) -> tuple[str, ...]:
@@ -314,11 +319,13 @@ def report_run(config: Config, base: Path, *, branch: bool = False, synthetic: b
     absolute, shape, chosen = planned_memory(config, base, stored)
     num_positions = check_architecture(absolute).num_positions
     model_notes = (*_adapter_start(absolute), *_noise_notes(absolute))
-    for number, planned in enumerate(stage_plans(absolute, shape)):
+    begun = load_stored_plan(absolute, stored)
+    settled = None if begun is None else begun.settings
+    for number, planned in enumerate(stage_plans(absolute, shape, settled)):
         # Without documents, the leftover rows of the previous stage are unknown, so each stage is planned on its own.
         documents, own = stand_in_documents(planned.settings), stage_config(absolute, number)
         plan = Plan(segments=(build_segment(documents, planned.settings),))
-        report = build_report(own, shape, documents, plan, (), chosen, None, absolute)
+        report = build_report(own, shape, documents, plan, (), chosen, None, absolute, settled)
         found = [*context_problems(own, planned.settings.capacity, trained_positions(own)), *report.problems]
         if absolute.stages:
             stage, corpora = absolute.stages[number], tuple(path for path, _ in own.data_sources)

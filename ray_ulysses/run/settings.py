@@ -153,16 +153,21 @@ def zero_settings(config: Config, accumulation: int, nodes: Sequence[str] = ()) 
 def _secondary_size(config: Config, nodes: Sequence[str]) -> int:
     """Return the number of ranks that share secondary shards; 1 on one node, or if the shards would exceed the plan."""
     planned, size = secondary_size(config), largest_node_group(nodes)
-    if 1 < planned <= size < len(nodes):
-        return size
-    if size < len(nodes):
-        per_node = [len(tuple(ranks)) for _, ranks in groupby(nodes)]
-        _log.warning(
-            "memory.zero_secondary=node is not used: the nodes have %s workers, but by cluster.workers.max=%d and "
-            "cluster.gpus_per_node=%d, memory is planned for groups of %d that never cross nodes",
-            per_node, config.cluster.workers.max, config.cluster.gpus_per_node, planned,
-        )  # fmt: skip
-    return 1
+    return size if 1 < planned <= size < len(nodes) else 1
+
+
+def warn_of_unused_shards(config: Config, nodes: Sequence[str]) -> None:
+    """Log a warning if the workers are on several nodes, but do not share the configured secondary shards."""
+    per_node = [len(tuple(ranks)) for _, ranks in groupby(nodes)]
+    if config.memory.zero_secondary == "none" or len(per_node) < 2 or _secondary_size(config, nodes) > 1:
+        return
+    planned, cluster = secondary_size(config), config.cluster
+    of_groups, of_node = f"groups of {planned} that never cross nodes", "one node; correct cluster.gpus_per_node"
+    _log.warning(
+        "memory.zero_secondary=node is not used: the nodes have %s workers, but by cluster.workers.max=%d and "
+        "cluster.gpus_per_node=%d, memory is planned for %s",
+        per_node, cluster.workers.max, cluster.gpus_per_node, of_groups if planned > 1 else of_node,
+    )  # fmt: skip
 
 
 def last_step_of(config: Config, plan: Plan) -> int:

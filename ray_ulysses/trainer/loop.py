@@ -32,7 +32,7 @@ from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.settings import kept_attention, mlp_tile
 from ray_ulysses.run.early_stopping import EarlyStop, EarlyStopping
 from ray_ulysses.run.masks import read_masking
-from ray_ulysses.run.settings import last_step_of, resolve_run, zero_settings
+from ray_ulysses.run.settings import last_step_of, resolve_run, warn_of_unused_shards, zero_settings
 from ray_ulysses.run.start_point import RunPosition, known_step
 from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.trainer.compute_watch import ComputeWatch
@@ -157,6 +157,8 @@ def _run(
         mesh = SequenceMesh.from_layout(run.layout, timeout=timedelta(seconds=config.elastic.collective_timeout_s))
         most_rows = stage.plan.most_rows_per_step(stage.first_step + 1)
         settings = zero_settings(config, num_micro_batches(most_rows, run.layout.dp_size), context.nodes)
+        if worker.rank == 0:
+            warn_of_unused_shards(config, context.nodes)
         if config.run.self_test and (not worker.is_tested or start.step == stage.first_step > 0):
             recorder.phase("self-test")
             check_start(run, worker, mesh, settings, context.nodes)

@@ -23,6 +23,8 @@ from tests.unit.data.corpora import text_corpus, varied_texts
 _CONFIGS = Path(__file__).parents[3] / "configs"
 _8B, _TINY = str(_CONFIGS / "llama3-8b_8xh100_sp4-dp2_32k.yaml"), str(_CONFIGS / "llama-tiny_cpu_sp2-dp2_8k.yaml")
 
+_32 = str(_CONFIGS / "llama3-8b_32xh100_sp32-dp1_512k.yaml")
+
 
 @pytest.fixture(autouse=True)
 def architecture_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +150,7 @@ def test_what_the_planner_chose_is_stored_with_the_run_and_kept_by_a_resume(tmp_
 
 
 def test_layouts_are_listed_from_the_fastest_and_the_options_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
-    path, slow = str(_CONFIGS / "llama3-8b_32xh100_sp32-dp1_512k.yaml"), "--set=cluster.network_gbps=50"
+    path, slow = _32, "--set=cluster.network_gbps=50"
     found = json.loads(told(capsys, path, slow, "--layouts", "--json"))
     seconds = [float(f"{one['step_s']:.3g}") for one in found]
     assert seconds == sorted(seconds)
@@ -162,6 +164,82 @@ def test_layouts_are_listed_from_the_fastest_and_the_options_can_be_pasted(capsy
     assert "the configured layout is the fastest" in told(capsys, path, slow, *chosen, "--layouts")
 
 
-def test_layouts_without_a_prediction_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(app, ["plan", _TINY, "--layouts"]) == 2
-    assert "cluster.device" in capsys.readouterr().err
+def test_layouts_without_a_prediction_are_refused_with_the_cause(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def refused(*arguments: str) -> str:
+        assert run(app, ["plan", *arguments, "--layouts"]) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    assert "without cluster.device" in refused(_TINY)
+    assert "cluster.device" not in refused(_8B, "--set=model.dtype=fp32", "--set=model.attention=auto")
+    nvme = ("--set=memory.offload_optimizer=nvme", f"--set=memory.nvme_path={tmp_path}")
+    assert "memory.offload_optimizer=nvme; use none or cpu" in refused(_8B, *nvme)
+    # More ranks than heads: only the model's directory says how many heads there are.
+    described = load_config(_32).model.config
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    model = (f"--set=model.path={tmp_path}", "--set=model.config=null", "--set=model.init=random")
+    ranks = ("--set=cluster.workers=64", "--set=parallel.sp_size=64", "--set=parallel.ring_size=1")
+    text = refused(_32, *model, *ranks)
+    assert "leaves 32 attention heads for 64 ranks" in text and "cluster.device" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "both"),
+    [
+        (["--layouts", "--fit"], ("--layouts", "--fit")),
+        (["--longest", "--layouts"], ("--layouts", "--longest")),
+        (["--layouts", "--price=2"], ("--layouts", "--price")),
+        (["--layouts", "-v"], ("--layouts", "--verbose")),
+        (["--fit", "--branch"], ("--fit", "--branch")),
+        (["--longest", "--price=0"], ("--longest", "--price")),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    options: list[str], both: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(app, ["plan", _32, *options]) == 2
+    assert f"{both[0]} can't be combined with {both[1]}" in " ".join(capsys.readouterr().err.split())
+
+
+def test_layouts_say_if_the_configured_layout_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    small = "--set=memory.device_gib=40"
+    assert "the configured layout does not fit into memory" in told(
+        capsys, _32, small, "--set=parallel.sp_size=8", "--layouts"
+    )
+    assert "does not fit" not in told(capsys, _32, small, "--layouts")
+
+
+def test_secondary_shards_are_listed_only_where_they_have_an_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    shards = "--set=memory.zero_secondary=node"
+    assert not re.search(r"\bnode  ", told(capsys, _8B, shards, "--layouts"))
+    assert re.search(r"\bnode  ", told(capsys, _32, shards, "--layouts"))
+
+
+def test_seconds_have_three_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, _32, "--layouts")
+    assert re.search(r"exchange of heads 0\.\d{3} s instead of \d\.\d\d s, the step \d{3} s instead of \d{3} s", text)
+    long = told(capsys, _32, "--set=data.rows_per_step=256", "--layouts")
+    assert re.search(r"(?m)^ +\d{3}0 s  ", long) and "e+" not in long
+
+
+def test_layouts_of_a_begun_run_can_be_resumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text_corpus(tmp_path, [text * 200 for text in varied_texts(100, longest=400)])
+    overrides = [
+        *(f"data.path={tmp_path / 'corpus'}", f"run.storage={tmp_path}", "run.storage_kind=local"),
+        *("tracking.enabled=false", "data.rows_per_step=1", "cluster.network_gbps=50"),
+    ]
+    changes = [f"--set={one}" for one in overrides]
+    rings = {one["ring_size"] for one in json.loads(told(capsys, _32, *changes, "--layouts", "--json"))}
+    new = prepare_run(load_config(_32, overrides), tmp_path)
+    claim_run(new)
+    begun = prepare_run(load_config(_32, overrides), tmp_path)
+    notes = [[note for note in one.report.notes if "faster layout" in note] for one in (new, begun)]
+    assert "parallel.ring_size=4" in notes[0][0] and "ring_size=4" not in "".join(notes[1])
+    found = json.loads(told(capsys, _32, *changes, "--layouts", "--json"))
+    assert {one["ring_size"] for one in found} < rings
+    for one in found:
+        changed = [*overrides, *(f"{path}={value}" for path, value in one["settings"].items())]
+        assert prepare_run(load_config(_32, changed), tmp_path).report.problems == ()
+    text = told(capsys, _32, *changes, "--set=parallel.ring_size=4", "--layouts")
+    assert "the configured layout does not fit the stored rows, whose lengths are multiples of 32" in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.layouts import compare_layouts
 from ray_ulysses.planner.memory import configured_memory, fits
 from ray_ulysses.planner.notes import plan_notes
+from ray_ulysses.planner.search import chosen_settings, leaner, with_settings
+from ray_ulysses.planner.settings import fits_rows, plan_settings, run_layout
 from tests.unit.planner.runs import LLAMA_3_8B, make_config
 
 SHAPE = ModelShape.from_config_dict(LLAMA_3_8B)
@@ -85,3 +89,53 @@ def test_a_ring_that_spans_nodes_is_as_slow_as_its_slowest_hop() -> None:
     size = 524_288 / 16 * 16 * 32 * 8 * 256 * 8
     seconds = size / (0.8 * 1e9 / 8) - next(term.seconds for term in slow.time.terms if term.name == "attention")
     assert terms[0]["ring"].seconds == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("multiple", [8, 32, 64])
+def test_a_run_that_has_begun_is_proposed_only_layouts_that_its_rows_allow(multiple: int) -> None:
+    config = config_on(50.0)
+    settled = replace(plan_settings(config, SHAPE), pad_multiple=multiple)
+    found, of_new = compare_layouts(config, SHAPE, settled), compare_layouts(config, SHAPE)
+    assert found and all(fits_rows(one.config, SHAPE, multiple) for one in found)
+    kept = [one.settings for one in of_new if fits_rows(one.config, SHAPE, multiple)]
+    assert [one.settings for one in found] == kept
+    assert (len(kept) < len(of_new)) == (multiple < 64), "a ring of 32 ranks needs rows of 64 tokens"
+    for choices, one in ((found, settled), (of_new, None)):
+        notes = [note for note in plan_notes(config, SHAPE, None, settled=one) if "faster layout" in note]
+        assert len(notes) == (choices is of_new or multiple > 8), "rows of 8 tokens do not fit the configured 32 ranks"
+        assert all(f"fits: {choices[0].options()} (" in note for note in notes)
+
+
+def test_a_configured_ring_is_compared_with_the_same_rings_as_without_it() -> None:
+    config = config_on(50.0)
+    ringed = with_settings(config, {"parallel.ring_size": 2})
+    sizes, of_ringed = (
+        {(one.layout.sp_size, one.layout.ring_size) for one in compare_layouts(each, SHAPE)}
+        for each in (config, ringed)
+    )
+    assert (32, 1) in sizes and (32, 4) in sizes
+    assert of_ringed == sizes | {(32, 2)}
+
+
+def test_the_search_for_memory_has_the_layouts_of_the_comparison() -> None:
+    config = config_on(400.0, sp_size=4, context=65_536, gpus_per_node=2)
+
+    def layouts(changed: Iterable[Config]) -> set[tuple[int, int]]:
+        found = [run_layout(one, SHAPE) for one in changed]
+        return {(one.sp_size, one.ring_size) for one in found if one.sp_size >= 4}
+
+    compared = layouts(one.config for one in compare_layouts(config, SHAPE, plan_settings(config, SHAPE)))
+    assert (4, 2) in compared, "with a ring of 2, the exchange of heads stays within a node of 2"
+    assert compared == layouts(with_settings(config, one.settings) for one in leaner(config, SHAPE))
+
+
+def test_a_run_that_has_begun_keeps_the_memory_settings_that_the_planner_chose() -> None:
+    small = with_settings(config_on(400.0, sp_size=8, context=1_048_576), {"memory.plan": "auto"})
+    stored, _ = chosen_settings(small, SHAPE, None)
+    roomy = with_settings(small, {"memory.device_gib": 500.0})
+    assert stored.memory.offload_activations
+    kept, anew = (
+        next(one for one in compare_layouts(roomy, SHAPE, stored=run) if not one.settings) for run in (stored, None)
+    )
+    assert kept.config.memory.offload_activations == stored.memory.offload_activations
+    assert not anew.config.memory.offload_activations
