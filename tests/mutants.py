@@ -1120,6 +1120,22 @@ shifted_BS[row, start:last] = labels_BS[row, start + shift:last + shift]
     ),
     Mutant(
         4,
+        "a step has two manifests in peer memory",
+        "peer_memory/store.py:PeerMemoryStore._write_small",
+        "self._of_all(self.nodes, lambda client: client.sizes(key)).values()",
+        "()",
+        "unit/peer_memory/test_store.py::test_a_repeated_step_replaces_a_dead_attempts_manifest_that_the_first_node_does_not_have",
+    ),
+    Mutant(
+        4,
+        "a dead attempt's manifest in peer memory hides its successor's",
+        "peer_memory/store.py:PeerMemoryStore._find_newest",
+        "max(heads.values(), key=attempt_of)",
+        "next(iter(heads.values()))",
+        "unit/peer_memory/test_store.py::test_a_readmitted_node_with_a_dead_attempts_manifest_does_not_hide_the_state_of_the_next",
+    ),
+    Mutant(
+        4,
         "lent memory is overwritten while an agent keeps it",
         "peer_memory/files.py:LentBuffer.is_returned",
         "self._mapped[self.num_bytes:] != LENT",

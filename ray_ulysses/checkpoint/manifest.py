@@ -33,6 +33,9 @@ from ray_ulysses.validation import (
 SCHEMA_VERSION = 4
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _BEGINNING = re.compile(rb'\{"crc32":(\d{1,10}),')
+_HEAD = re.compile(_BEGINNING.pattern + rb'"schema_version":\d+,"step":\d+,"attempt":(\d{1,10}),')
+HEAD_BYTES = 128
+"""Number of bytes at the start of a manifest that contain its checksum, step and attempt."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 _Taken = TypeVar("_Taken")
@@ -254,6 +257,12 @@ def read_manifest(store: Store, step: int) -> Manifest:
         ManifestError: The manifest is missing, damaged, or from another version of ray-ulysses.
     """
     return _read_step(store, step, _manifest_of)
+
+
+def attempt_of(head: bytes) -> int:
+    """Return the attempt in the first `HEAD_BYTES` bytes of a manifest, or 0 if the bytes are damaged."""
+    found = _HEAD.match(head)
+    return int(found[2]) if found else 0
 
 
 def read_facts(store: Store, step: int) -> tuple[CheckpointRef, CheckpointMeta]:

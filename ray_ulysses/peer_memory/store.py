@@ -9,6 +9,9 @@ A manifest is created after all of its shards are on two nodes, and readers see 
 is copied to the two nodes that have the writer's own shard, because the state needs one of them anyway; a copy on every
 node would cost each node the size of the manifest at every step. If the writer dies before it has copied the manifest,
 the state stays committed as long as the first agent's node is alive, and disappears with that node.
+
+An agent that was unreachable while a later attempt repeated a step still has the earlier attempt's manifest of this
+step. Therefore, `create` fails if any agent has the key, and `open` returns the manifest of the newest attempt.
 """
 
 from __future__ import annotations
@@ -25,12 +28,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from ray_ulysses.checkpoint.manifest import HEAD_BYTES, attempt_of
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger
 from ray_ulysses.peer_memory.client import ANSWER_S, PROGRESS_S, AgentClient, AgentGoneError
 from ray_ulysses.peer_memory.files import LentMemory
-from ray_ulysses.run_names import CHECKPOINT_KEY, SHARD_KEY
-from ray_ulysses.storage import Buffer, Store
+from ray_ulysses.run_names import MANIFEST_FILE, SHARD_KEY
+from ray_ulysses.storage import AlreadyExistsError, Buffer, Store
 from ray_ulysses.storage.store import StoredFile, checked_key
 
 
@@ -149,7 +153,8 @@ class PeerMemoryStore(Store):
 
     def open(self, key: str) -> StoredFile:
         """Open a file for reading on the nearest agent that has it; see `Store.open`."""
-        checked_key(key)
+        if _is_manifest(checked_key(key)):
+            self._find_newest(key)
         return _PeerFile(self, key, self.first_that_has(key, lambda client: client.sizes(key)[key]))
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
@@ -164,26 +169,32 @@ class PeerMemoryStore(Store):
         """Return the size in bytes of each file under a folder, by key in sorted order."""
         checked_key(folder)
         merged: dict[str, int | None] = {}
-        holders: dict[str, tuple[str, ...]] = {}
+        holders: dict[str, list[str]] = {}
         for node, found in self._of_all(self.nodes, lambda client: client.sizes(folder)).items():
             found.pop(folder, None)
-            merged = {**found, **merged}
-            holders |= {key: (*holders.get(key, ()), node) for key in found}
-        self._holders |= holders
+            for key, size in found.items():
+                merged.setdefault(key, size)
+                holders.setdefault(key, []).append(node)
+        self.learn({key: tuple(nodes) for key, nodes in holders.items()})
         return dict(sorted(merged.items()))
 
     def holders(self, folder: str) -> dict[str, tuple[str, ...]]:
         """Return the nodes on which each file under a folder was last found, by key."""
-        return {key: nodes for key, nodes in self._holders.items() if key.startswith(f"{folder}/")}
+        with self._lock:
+            return {key: nodes for key, nodes in self._holders.items() if key.startswith(f"{folder}/")}
 
     def learn(self, holders: Mapping[str, tuple[str, ...]]) -> None:
         """Take over another rank's `holders`, so that this rank asks no other node for the files."""
-        self._holders |= holders
+        with self._lock:
+            self._holders |= holders
 
     def delete(self, prefix: str) -> None:
         """Delete a file, or all files under a folder, on all nodes."""
         checked_key(prefix)
         self._of_all(self.nodes, lambda client: client.delete(prefix))
+        with self._lock:
+            for key in [key for key in self._holders if key == prefix or key.startswith(f"{prefix}/")]:
+                del self._holders[key]
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -250,13 +261,21 @@ class PeerMemoryStore(Store):
 
         A manifest is then written to the nearest two, which have the writer's shard, or to all if one of these does not
         answer. Any other file is written to all.
+
+        Raises:
+            AlreadyExistsError: An agent has the key, and `replace` is false.
         """
+        nearest = self.nodes[:2]
+        # Ask all agents, because the first agent may have been unreachable when the file was created on the others.
+        if not replace and any(self._of_all(self.nodes, lambda client: client.sizes(key)).values()):
+            raise AlreadyExistsError(f"{key} already exists and was not overwritten")
         node, size = self._first(sorted(self.nodes), lambda client: client.put(key, [content], replace=replace))
         with self._dropped_on_failure(key):
             others = [other for other in self.nodes if other != node]
-            nearest = [other for other in self.nodes[:2] if other != node] if CHECKPOINT_KEY.match(key) else []
-            copied = self._of_all(nearest, lambda client: client.put(key, [content], replace=True), may_be_none=True)
-            if not nearest or len(copied) < len(nearest):
+            if _is_manifest(key):
+                first = [other for other in others if other in nearest]
+                self._of_all(first, lambda client: client.put(key, [content], replace=True), may_be_none=True)
+            if not _is_manifest(key) or not {*nearest} <= {*self.nodes}:
                 self._of_all(others, lambda client: client.put(key, [content], replace=True), may_be_none=True)
         return size
 
@@ -291,11 +310,33 @@ class PeerMemoryStore(Store):
             except (AgentGoneError, FileNotFoundError, KeyError):
                 continue
             if node not in known:
-                self._holders[key] = (node,)
+                self.learn({key: (node,)})
             return found
         if not self.nodes:
             raise self._nobody()
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
+        raise _not_found(key)
+
+    def _find_newest(self, key: str) -> None:
+        """Make readers of a manifest ask the agents that have the newest attempt's version of it.
+
+        The versions of earlier attempts are not part of the run, because an attempt only saves steps after its start.
+
+        Raises:
+            FileNotFoundError: Some agents answer, but none of them has the file.
+            OSError: No agent answers.
+        """
+
+        def head(client: AgentClient) -> bytes:
+            target = bytearray(HEAD_BYTES)
+            with contextlib.suppress(FileNotFoundError):
+                return bytes(target[: client.read_into(key, 0, memoryview(target))])
+            return b""
+
+        heads = {node: found for node, found in self._of_all(self.nodes, head).items() if found}
+        if not heads:
+            raise _not_found(key)
+        newest = max(heads.values(), key=attempt_of)
+        self.learn({key: tuple(node for node, found in heads.items() if found == newest)})
 
     def _of_all(
         self, nodes: Sequence[str], ask: Callable[[AgentClient], _T], *, may_be_none: bool = False
@@ -367,6 +408,14 @@ class PeerMemoryStore(Store):
 
     def _nobody(self) -> OSError:
         return OSError(errno.EHOSTUNREACH, f"none of the {len(self._clients)} peer memory agents answers")
+
+
+def _is_manifest(key: str) -> bool:
+    return key.rpartition("/")[2] == MANIFEST_FILE
+
+
+def _not_found(key: str) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
 
 
 class _PeerFile(StoredFile):

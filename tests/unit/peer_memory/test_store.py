@@ -14,11 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_ulysses.checkpoint import newest_committed
+from ray_ulysses.checkpoint.fence import start_attempt
+from ray_ulysses.checkpoint.manifest import HEAD_BYTES, attempt_of
 from ray_ulysses.peer_memory import AgentAddresses, PeerMemoryAgent, PeerMemoryStore, partners
 from ray_ulysses.peer_memory.authentication import Gate
 from ray_ulysses.peer_memory.client import PARTNER_S, PROGRESS_S, AgentClient
 from ray_ulysses.peer_memory.wire import receive_head, send_frame, split_address
-from ray_ulysses.run_names import manifest_key
+from ray_ulysses.run_names import manifest_key, note_key
+from ray_ulysses.storage import AlreadyExistsError
 from tests.polling import wait_until
 from tests.unit.checkpoint.fakes import TENSORS, save
 from tests.unit.peer_memory.conftest import FOLDER, NODES, TOKEN
@@ -111,6 +114,8 @@ def test_a_manifest_is_only_on_the_first_node_and_where_its_writers_shard_is() -
         assert holders(agents, MANIFEST) == ["a", "d", "e"]
         # A claim fences earlier attempts, so it is wherever one of them may look.
         assert holders(agents, "attempts/0003.claimed") == [*MANY]
+        store_of("d").create(note_key(7, 3), [b"note"])
+        assert holders(agents, note_key(7, 3)) == [*MANY]
         assert store_of("c").read_whole(MANIFEST) == b"manifest"
 
 
@@ -122,6 +127,87 @@ def test_a_manifest_is_on_every_node_if_one_with_its_writers_shard_does_not_answ
         store.create(MANIFEST, [b"manifest"])
         rest = {node: agent for node, agent in agents.items() if node != "e"}
         assert holders(rest, MANIFEST) == [node for node in MANY if node != "e"]
+
+
+def without(store: PeerMemoryStore, nodes: str) -> PeerMemoryStore:
+    """Exclude the agents of some nodes from a store and return it, as if the network did not reach them."""
+    for node in nodes:
+        store._leave_out(node, OSError())
+    return store
+
+
+def attempts(agents: Agents, key: str) -> dict[str, int]:
+    """Return the attempt that wrote each agent's version of a manifest, by node."""
+    found = {}
+    for node in holders(agents, key):
+        with agents[node].files.reading(key) as file, file.pages.view(0, file.size) as content:
+            found[node] = attempt_of(bytes(content[:HEAD_BYTES]))
+    return found
+
+
+def save_step_7(attempt: int, stores: list[PeerMemoryStore]) -> None:
+    """Save step 7 from an attempt that started from step 6; the first store is that of rank 0."""
+    start_attempt(stores[0], attempt, 6)
+    refs = save(stores[0], 7, attempt=attempt, tensors=TENSORS, stores=dict(enumerate(stores)))
+    assert [ref.attempt for ref in refs] == [attempt] * len(stores)
+
+
+def test_a_manifest_that_the_first_node_does_not_have_is_not_created_again() -> None:
+    with many_nodes() as (agents, store_of):
+        without(store_of("d"), "a").create(MANIFEST, [b"manifest"])
+        assert holders(agents, MANIFEST) == ["b", "d", "e"]
+        with pytest.raises(AlreadyExistsError, match="already exists"):
+            store_of("f").create(MANIFEST, [b"another"])
+        assert holders(agents, MANIFEST) == ["b", "d", "e"]
+
+
+def test_a_repeated_step_replaces_a_dead_attempts_manifest_that_the_first_node_does_not_have() -> None:
+    with many_nodes() as (agents, store_of):
+        save_step_7(1, [without(store_of("d"), "a"), without(store_of("e"), "a")])
+        assert attempts(agents, MANIFEST) == dict.fromkeys("bde", 1)
+        save_step_7(2, [store_of("f"), store_of("a")])
+        assert attempts(agents, MANIFEST) == dict.fromkeys("af", 2)
+
+
+def test_a_readmitted_node_with_a_dead_attempts_manifest_does_not_hide_the_state_of_the_next() -> None:
+    with many_nodes() as (agents, store_of):
+        save_step_7(1, [store_of("a"), store_of("b")])
+        save_step_7(2, [without(store_of("d"), "ab"), without(store_of("e"), "ab")])
+        assert attempts(agents, MANIFEST) == {**dict.fromkeys("ab", 1), **dict.fromkeys("cde", 2)}
+        for node in MANY:
+            chosen = newest_committed(store_of(node), "content")
+            assert chosen.manifest is not None and chosen.manifest.ref.attempt == 2 and not chosen.damaged
+        store = store_of("a")
+        with pytest.raises(AlreadyExistsError):
+            store.create(MANIFEST, [b"manifest"])
+        save_step_7(3, [store, store_of("b")])
+        assert attempts(agents, MANIFEST) == dict.fromkeys("ab", 3)
+
+
+def test_a_step_without_a_manifest_is_asked_of_all_nodes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with many_nodes() as (_, store_of):
+        store_of("a").create(SHARD, [b"state"])
+        reader, barrier = store_of("c"), threading.Barrier(len(MANY), timeout=20)
+        plain = AgentClient._connection
+
+        def connection(client: AgentClient) -> contextlib.AbstractContextManager[socket.socket]:
+            barrier.wait()
+            return plain(client)
+
+        monkeypatch.setattr(AgentClient, "_connection", connection)
+        with pytest.raises(FileNotFoundError):
+            reader.open(MANIFEST)
+
+
+def test_nothing_is_known_of_files_that_were_deleted(store_of: StoreOf) -> None:
+    store = store_of("a")
+    for key in (SHARD, OTHER_SHARD, MANIFEST, "checkpoints/step-00000070/manifest.json"):
+        store.create(key, [b"content"])
+    store.list("checkpoints")
+    store.delete(SHARD)
+    assert {*store.holders("checkpoints/step-00000007")} == {OTHER_SHARD, MANIFEST}
+    store.delete("checkpoints/step-00000007")
+    assert {*store.holders("checkpoints")} == {"checkpoints/step-00000070/manifest.json"}
 
 
 @pytest.mark.parametrize("lost", ["ab", "ad", "ae", "bad", "abcef", "abcdf"])
@@ -399,10 +485,14 @@ def test_a_manifest_is_seen_by_all_from_its_decision_on_although_its_writer_died
     store = store_of("b")
     save(store, 7, attempt=2, tensors=TENSORS, stores=dict(enumerate(map(store_of, ("b", "c")))))
 
-    def die(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     writer = store_of("c")
+    ask_all = writer._of_all
+
+    def die(*arguments: Any, **options: Any) -> dict[str, Any]:
+        if holders(agents, MANIFEST):
+            raise KeyboardInterrupt
+        return ask_all(*arguments, **options)
+
     monkeypatch.setattr(writer, "_of_all", die)
     content = store.read_whole(MANIFEST)
     store.delete(MANIFEST)
