@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -121,11 +121,22 @@ class LocalStore(Store):
             with opened_folder(top.parent, self.root) as folder:
                 mode = os.stat(top.name, dir_fd=folder, follow_symlinks=False).st_mode
                 if not stat.S_ISREG(mode):
-                    self._collect(prefix, folder, keys)
+                    keys.extend(self._collect(prefix, folder))
         except FileNotFoundError:
             # The folder does not exist, or another process deleted it during the listing.
             self._refuse_unmounted()
         return sorted(keys)
+
+    def names(self, folder: str) -> builtins.list[str]:
+        """Return the names of the files and folders in a folder; lists a subfolder only to find its first file."""
+        top = self.path(folder)
+        try:
+            with opened_folder(top.parent, self.root) as parent, entered(top, parent) as opened:
+                entries = self._entries(folder, opened)
+                return sorted(entry.name for entry in entries if any(self._keys_of(entry, folder, opened)))
+        except (FileNotFoundError, NotADirectoryError):
+            self._refuse_unmounted()
+            return []
 
     def sizes(self, folder: str) -> dict[str, int | None]:
         """Return the size in bytes, or None if unreadable, of each file in a folder tree; see `Store.sizes`."""
@@ -158,22 +169,28 @@ class LocalStore(Store):
         for key in keys:
             self.delete(key)
 
-    def _collect(self, key: str, parent: int, keys: builtins.list[str]) -> None:
+    def _collect(self, key: str, parent: int) -> Iterator[str]:
         with entered(self.root / key, parent) as folder:
-            with os.scandir(folder) as found:
-                entries = tuple(found)
-            for entry in entries:
-                below = f"{key}/{entry.name}"
-                if entry.name.startswith(TEMPORARY_PREFIX):
-                    continue
-                if entry.is_symlink():
-                    raise link_error(self.root / below)
-                if not entry.is_dir(follow_symlinks=False):
-                    keys.append(below)
-                    continue
-                # Another process may delete the folder during the listing.
-                with suppress(FileNotFoundError):
-                    self._collect(below, folder, keys)
+            for entry in self._entries(key, folder):
+                yield from self._keys_of(entry, key, folder)
+
+    def _entries(self, key: str, folder: int) -> builtins.list[os.DirEntry[str]]:
+        """Return the entries of an opened folder without temporary files, files first."""
+        with os.scandir(folder) as found:
+            entries = [entry for entry in found if not entry.name.startswith(TEMPORARY_PREFIX)]
+        for entry in entries:
+            if entry.is_symlink():
+                raise link_error(self.root / key / entry.name)
+        return sorted(entries, key=lambda entry: entry.is_dir(follow_symlinks=False))
+
+    def _keys_of(self, entry: os.DirEntry[str], key: str, folder: int) -> Iterator[str]:
+        below = f"{key}/{entry.name}"
+        if not entry.is_dir(follow_symlinks=False):
+            yield below
+            return
+        # Another process may delete the folder during the listing.
+        with suppress(FileNotFoundError):
+            yield from self._collect(below, folder)
 
     def _refuse_unmounted(self) -> None:
         """Raise `OSError` if the root, or one of its parents, is a dangling link."""

@@ -37,6 +37,17 @@ def test_temporaries_and_unreadable_folders_are_not_listed(tmp_path: Path, monke
         store.list("b")
 
 
+def test_names_are_found_without_looking_further_than_the_first_file(store: LocalStore, disk: Path) -> None:
+    (store.root / "a" / "one" / "deep" / "link").symlink_to(disk)
+    (store.root / "a" / "empty" / "deep").mkdir(parents=True)
+    for folder in ("a", "a/empty"):
+        (store.root / folder / ".writing-1234").write_bytes(b"half")
+    assert store.names("a") == ["one", "two"]
+    assert store.names("a/one/x") == store.names("absent/deep") == []
+    with pytest.raises(NotAPlainFileError):
+        store.list("a")
+
+
 @pytest.mark.parametrize("call", ["os.link", "ray_ulysses.storage.local.sync"])
 def test_a_file_that_can_not_be_published_is_taken_back(tmp_path: Path, monkeypatch: Any, call: str) -> None:
     number = errno.EPERM if call == "os.link" else errno.EIO
@@ -217,6 +228,8 @@ CALLS: dict[str, Callable[[LocalStore], object]] = {
     "replace": lambda store: store.replace("a/one/x", [b"new"]),
     "list": lambda store: store.list("a"),
     "list below the link": lambda store: store.list("a/one/deep"),
+    "names": lambda store: store.names("a"),
+    "names below the link": lambda store: store.names("a/one/deep"),
     "delete": lambda store: store.delete("a/one/x"),
 }
 
