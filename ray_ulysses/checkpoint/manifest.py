@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
+from ray_ulysses.checkpoint.intervals import CoverError
 from ray_ulysses.checkpoint.shard_table import ShardRecord, ShardTable
 from ray_ulysses.checkpoint.state import StateDescription, TensorSpec
 from ray_ulysses.errors import RunError
@@ -223,11 +224,16 @@ def _manifest_of(values: Mapping[str, Any]) -> Manifest:
     records = checked(adapter(_Shards), values).shards
     for number, record in enumerate(records):
         _check_file(record.file, f"shards[{number}].file is {shown_value(record.file)}", folder, files)
-    # A state without tensors has no shards.
-    if len(records) != ref.world_size and (state.tensors or records):
-        raise ContentError(f"shards has {len(records)} entries, but each of the {ref.world_size} ranks wrote one shard")
     shards = ShardTable(state.tensors, ref.world_size, records)
     shards.validate()
+    # A state without tensors has no shards.
+    if len(shards) != ref.world_size and (state.tensors or shards):
+        rule = f"shards has {len(shards)} entries, but each of the {ref.world_size} ranks wrote one shard"
+        try:
+            shards.check_cover()
+        except CoverError as error:
+            rule = f"{rule} ({error})"
+        raise ContentError(rule)
     return Manifest(
         step=ref.step, attempt=ref.attempt, world_size=ref.world_size, meta=meta, state=state, shards=shards
     )
