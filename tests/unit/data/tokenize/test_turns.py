@@ -342,7 +342,7 @@ def in_a_name(rng: random.Random, said: Chat, token: str) -> None:
 
 def in_a_role(rng: random.Random, said: Chat, token: str) -> None:
     role = token.strip("<>|[]/")
-    known = role in ("system", "user", "assistant", "tool", "observation")
+    known = role in ("system", "user", "assistant", "tool", "tool_response", "observation")
     said[-2]["role"] = rng.choice(["end" if known else role, token.upper() if token.islower() else token.lower()])
 
 
