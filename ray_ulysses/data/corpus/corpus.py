@@ -46,6 +46,7 @@ from ray_ulysses.validation import ContentError, adapter, read_json
 
 _BATCH_ROWS = 1 << 18
 _MAX_LENGTH = 2**32 - 1
+_NUM_PARTS = 16
 
 
 class DocumentSource(NamedTuple):
@@ -469,25 +470,25 @@ def first_of_same_content(groups: Sequence[NDArray[np.uint64]]) -> list[NDArray[
     """
     if not groups:
         return []
-    # Candidates share the first 8 bytes of a digest; nearly all of them are true repeats.
-    heads = np.concatenate([group[:, 0] for group in groups])
-    heads.sort()
-    shared = heads[1:][heads[1:] == heads[:-1]]
-    # Sorted in place and dropped here, because there may be a billion documents.
-    num_documents = heads.size
-    del heads
-    is_candidate = [np.isin(group[:, 0], shared) for group in groups]
-    candidates = np.flatnonzero(np.concatenate(is_candidate))
-    repeated = np.full(num_documents, -1, dtype=np.int64)
-    if candidates.size:
-        halves = np.concatenate([group[mask] for group, mask in zip(groups, is_candidate, strict=True)])
-        order = np.lexsort((candidates, halves[:, 1], halves[:, 0]))
-        ordered = halves[order]
-        is_first = np.ones(candidates.size, dtype=np.bool_)
-        is_first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-        firsts = candidates[order[np.maximum.accumulate(np.where(is_first, np.arange(candidates.size), 0))]]
-        repeated[candidates[order]] = np.where(is_first, -1, firsts)
-    return list(np.split(repeated, np.cumsum([len(group) for group in groups])[:-1]))
+    bases = np.cumsum([0, *map(len, groups)])
+    repeated = np.full(bases[-1], -1, dtype=np.int64)
+    # Part by part, because there may be a billion documents. Documents with equal content are in the same part.
+    parts = [group[:, 0].astype(np.uint8) % _NUM_PARTS for group in groups]
+    for part in range(_NUM_PARTS):
+        rows = [np.flatnonzero(of_group == part) for of_group in parts]
+        documents = np.concatenate([base + found for base, found in zip(bases[:-1], rows, strict=True)])
+        halves = np.concatenate([group[found] for group, found in zip(groups, rows, strict=True)])
+        # Candidates share the first 8 bytes of a digest; nearly all of them are true repeats.
+        heads = np.sort(halves[:, 0])
+        is_candidate = np.isin(halves[:, 0], heads[1:][heads[1:] == heads[:-1]])
+        documents, halves = documents[is_candidate], halves[is_candidate]
+        order = np.lexsort((halves[:, 1], halves[:, 0]))
+        documents, halves = documents[order], halves[order]
+        is_first = np.ones(documents.size, dtype=np.bool_)
+        is_first[1:] = (halves[1:] != halves[:-1]).any(axis=1)
+        firsts = documents[np.maximum.accumulate(np.where(is_first, np.arange(documents.size), 0))]
+        repeated[documents] = np.where(is_first, -1, firsts)
+    return list(np.split(repeated, bases[1:-1]))
 
 
 def refuse_repeats(corpora: Sequence[Corpus], num_known: int = 1, *, are_validation: bool = False) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 import re
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -293,6 +294,23 @@ def test_the_first_of_equal_documents_is_found_as_a_dictionary_finds_it() -> Non
         assert [one.size for one in found] == sizes
         assert np.concatenate(found).tolist() == expected
     assert first_of_same_content([]) == []
+
+
+@pytest.mark.parametrize("num_contents", [1_000, 100_000])
+def test_repeats_are_found_in_about_as_much_memory_as_the_digests_take(num_contents: int) -> None:
+    rng = np.random.default_rng(0)
+    contents = rng.integers(2**64, size=(num_contents, 2), dtype=np.uint64)
+    drawn = rng.integers(num_contents, size=200_000)
+    groups = np.split(contents[drawn], [120_000])
+    _, firsts, contents_of = np.unique(drawn, return_index=True, return_inverse=True)
+    expected = firsts[contents_of]
+    tracemalloc.start()
+    found = np.concatenate(first_of_same_content(groups))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert np.array_equal(found, np.where(expected == np.arange(drawn.size), -1, expected))
+    # The result takes half as much as the digests.
+    assert peak < 2 * sum(group.nbytes for group in groups)
 
 
 def test_documents_of_two_corpora_are_refused_by_their_content(folder: Path) -> None:
