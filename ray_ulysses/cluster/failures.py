@@ -36,11 +36,11 @@ from ray_ulysses.run.takeover import refusal, takeover
 from ray_ulysses.tracking.events import AttemptEnded, StartFailed
 from ray_ulysses.tracking.failures import command_failures, describe_failure, newest_attempt, record_failure
 from ray_ulysses.tracking.journal_files import attempt_numbers
-from ray_ulysses.tracking.journal_reader import read_side_files
+from ray_ulysses.tracking.journal_reader import JournalFileReader, read_side_files
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.tracking.events import EndEvent, Event
+    from ray_ulysses.tracking.events import EndEvent
     from ray_ulysses.tracking.failures import NewestAttempt
 
 _log = get_logger(__name__)
@@ -133,6 +133,10 @@ class FailureLog:
     clock: Clock = field(default_factory=SystemClock)
     unrecorded: list[AttemptEnded | StartFailed] = field(default_factory=list)
     """Failures that could not be written to the journal. They still count towards elastic.max_failures."""
+    _recorded: list[AttemptEnded | StartFailed] = field(default_factory=list, init=False)
+    """Failures that have been read from the journal."""
+    _readers: dict[str, JournalFileReader] = field(default_factory=dict, init=False)
+    """Readers of the journal. They read each record once, because the stacks of a hang may take up 10 MB."""
 
     def judge(self, cause: Cause, step: int | None, noticed: Noticed | None = None) -> AttemptEnded | StartFailed:
         """Record a failure, and decide whether to restart the workers.
@@ -196,7 +200,7 @@ class FailureLog:
 
     def failures(self) -> list[AttemptEnded | StartFailed]:
         """Return the command's failures so far, including those that are missing from the journal."""
-        recorded = command_failures(self._recorded(), self.session)
+        recorded = command_failures(self._read(), self.session)
         # A write that reported an error may have reached the journal anyway.
         known = {one.time for one in recorded}
         return sorted([*recorded, *(one for one in self.unrecorded if one.time not in known)], key=lambda one: one.time)
@@ -205,12 +209,17 @@ class FailureLog:
         """Return the run's newest attempt, or None if there is none or the journal is unreadable."""
         return _if_it_answers(lambda: newest_attempt(self.config.run_dir), None)
 
-    def _recorded(self) -> list[Event]:
-        return _if_it_answers(lambda: read_side_files(self.config.run_dir), [])
+    def _read(self) -> list[AttemptEnded | StartFailed]:
+        def add() -> None:
+            for event in read_side_files(self.config.run_dir, self._readers):
+                if isinstance(event, AttemptEnded | StartFailed):
+                    self._recorded.append(event)
+
+        _if_it_answers(add, None)
+        return self._recorded
 
     def _is_recorded(self, attempt: int) -> bool:
-        events = self._recorded()
-        return any(isinstance(event, AttemptEnded) and event.attempt == attempt for event in events)
+        return any(isinstance(event, AttemptEnded) and event.attempt == attempt for event in self._read())
 
 
 def _if_it_answers(read: Callable[[], _Found], otherwise: _Found) -> _Found:

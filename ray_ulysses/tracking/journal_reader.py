@@ -301,15 +301,21 @@ def read_journal(run_dir: Place | str, *, ends_only: bool = False) -> Journal:
     return Journal(entries=tuple(entries), damaged=tuple(damaged))
 
 
-def read_side_files(run_dir: Place | str) -> list[Event]:
-    """Return the events that are not in the attempts' main files, in reading order.
+def read_side_files(run_dir: Place | str, readers: dict[str, JournalFileReader]) -> Iterator[Event]:
+    """Yield the events that are not in the attempts' main files, in reading order.
+
+    Args:
+        run_dir: The run's directory.
+        readers: The last call's reader of each file, by name; only events recorded since then are yielded. This call
+            adds the readers of new files.
 
     Raises:
         OSError: A journal file can't be read.
     """
-    files = [(attempt, path) for attempt, path in journal_files(run_dir) if not is_main_file(path.name)]
-    found = [entry for attempt, path in files for entry in JournalFileReader(path, attempt).read()]
-    return [event for event in ungroup_steps(found) if not isinstance(event, DamagedRecord)]
+    for attempt, file in journal_files(run_dir):
+        if not is_main_file(file.name):
+            reader = readers.setdefault(file.name, JournalFileReader(file, attempt)).continue_in(file)
+            yield from (event for event in ungroup_steps(reader.read()) if not isinstance(event, DamagedRecord))
 
 
 def read_head_and_tail(run_dir: Place | str, attempt: int) -> list[Event]:

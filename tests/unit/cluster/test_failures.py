@@ -42,10 +42,11 @@ from ray_ulysses.run.start_point import known_step
 from ray_ulysses.run.takeover import leave_refusal
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.supervision.coordinator import _JUDGE_S
-from ray_ulysses.tracking.events import AttemptEnded, StartFailed
-from ray_ulysses.tracking.failures import describe_failure, failure_fields, record_failure
+from ray_ulysses.tracking.events import AttemptEnded, Event, StartFailed
+from ray_ulysses.tracking.failures import describe_failure, failure_fields, record_failure, record_hang
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import claim_journal, open_journal
+from ray_ulysses.tracking.journal_lines import parse_line
 from tests.distributed.run_case import make_config
 from tests.unit.checkpoint.fakes import save
 from tests.unit.elastic.test_causes import GLOO, RAY_DUMP
@@ -242,6 +243,29 @@ def test_failures_that_the_journal_refused_count_once_and_in_their_order(
     assert judged() == 3
     assert [one.failure for one in book.failures()] == [1, 2, 3]
     assert "No space left on device" in caplog.text and LOST.reason in caplog.text
+
+
+def test_the_record_of_a_hang_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the stacks of every rank, up to ten megabytes."""
+    trial, num_read = Trial(tmp_path, elastic__max_failures=1), 0
+    trial.attempt(1)
+    record_hang(trial.config.run_dir, "rank 0 hangs", {0: "its stack"}, writer=CONTROLLER)
+
+    def counted(text: bytes, attempt: int) -> Event | None:
+        nonlocal num_read
+        num_read += b"its stack" in text
+        return parse_line(text, attempt)
+
+    monkeypatch.setattr("ray_ulysses.tracking.journal_reader.parse_line", counted)
+    book, numbers = trial.book(), []
+    for _ in range(3):
+        trial.time += 1.0
+        numbers.append(book.judge(LOST, 0).failure)
+        # Its command also records failures.
+        trial.time += 1.0
+        numbers.append(trial.book(writer=COMMAND).judge(LOST, 0).failure)
+    assert numbers == [1, 2, 3, 4, 5, 6] and [one.failure for one in book.failures()] == numbers
+    assert num_read == 1 + 3, "once by this log, and once by each other"
 
 
 def test_a_failure_is_judged_while_the_journal_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

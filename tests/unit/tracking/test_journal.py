@@ -25,7 +25,13 @@ from ray_ulysses.tracking.events import AttemptEnded, StepDone
 from ray_ulysses.tracking.journal import SegmentedJournal, claim_journal, open_journal
 from ray_ulysses.tracking.journal_files import SegmentedFile, attempt_numbers, journal_files, open_journal_file
 from ray_ulysses.tracking.journal_lines import encode_record
-from ray_ulysses.tracking.journal_reader import JournalTail, read_head_and_tail, read_journal, read_side_files
+from ray_ulysses.tracking.journal_reader import (
+    JournalFileReader,
+    JournalTail,
+    read_head_and_tail,
+    read_journal,
+    read_side_files,
+)
 from ray_ulysses.tracking.steps import ungroup_steps
 from tests.s3_server import S3Server
 from tests.unit.commands.histories import HandClock
@@ -293,14 +299,16 @@ def test_steps_are_uploaded_when_it_is_due_and_durable_records_at_once(run_dir: 
 
 def test_another_writer_continues_its_own_file(run_dir: ObjectLocation) -> None:
     claim_journal(run_dir, HandClock()).close()
+    readers: dict[str, JournalFileReader] = {}
     for text in ("one", "two"):
         journal = open_journal(run_dir, 1, writer="command")
         journal.append({"event": "hang", "text": text, "stacks": {}})
         journal.close()
+        assert [getattr(event, "text", None) for event in read_side_files(run_dir, readers)] == [text]
         journal.close()
         with pytest.raises(OSError, match="already closed"):
             journal.append(step(1))
-    assert [getattr(event, "text", None) for event in read_side_files(run_dir)] == ["one", "two"]
+    assert [getattr(event, "text", None) for event in read_side_files(run_dir, {})] == ["one", "two"]
     assert read_journal(run_dir).damaged == ()
 
 
