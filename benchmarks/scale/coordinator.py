@@ -54,10 +54,6 @@ REFORMS = ("loss", "growth", "drain")
 Row = list[float] | tuple[list[float], list[float]]
 SENT = ("sent_bytes", "loss")
 LABELS = {"calls": "calls:", "sent_bytes": "bytes to workers:"}
-BEFORE = (
-    "Before commit 5126e9ff, with 1,024 workers: 1,170,000 calls, 0.48 s of the coordinator's CPU and 71 MB of orders "
-    "after a lost node, 1,340,000 calls to join, and 14% of a core while training."
-)
 
 
 class Stubs:
@@ -391,7 +387,6 @@ def _times(sizes: list[int], timed: list[dict[str, Any]]) -> list[str]:
         "the stacks of all ranks. The run's claim is the command's alone: two requests every five seconds (from the "
         "code). Times until formed include the simulated supervisors' share of the same two cores, "
         "and for a hang up to a second until the next look and the wait for all stacks.",
-        BEFORE,
     ]
 
 

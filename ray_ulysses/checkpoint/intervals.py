@@ -14,11 +14,7 @@ from typing import NamedTuple
 
 
 class Interval(NamedTuple):
-    """Elements [start, stop) of a flattened tensor.
-
-    This is a tuple because at a large world size there are hundreds of thousands of intervals, and creating a frozen
-    dataclass takes five times as long.
-    """
+    """Elements [start, stop) of a flattened tensor."""
 
     key: str
     start: int

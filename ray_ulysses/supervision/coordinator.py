@@ -31,7 +31,7 @@ from ray_ulysses.supervision.supervisor import (
     BEAT_S,
     LOOK_EVERY_S,
     Announcement,
-    Runs,
+    Entries,
     changes,
     encode,
     listen,
@@ -61,7 +61,7 @@ class _Connected:
     worker: int
     writer: asyncio.StreamWriter
     heard_at: float
-    known: tuple[Runs, Runs] = ([], [])
+    known: tuple[Entries, Entries] = ([], [])
     """Nodes and agents of the last order that was sent to this worker."""
 
 
@@ -293,8 +293,8 @@ class Coordinator:
             return
         present.hangs = HangWatch(self._limits, start.generation, len(start.members))
         present.ranks = {worker: rank for rank, worker in enumerate(start.members)}
-        nodes: Runs = [[node, len(list(same))] for node, same in groupby(rank_nodes)]
-        agents: Runs = [] if memory is None else [list(one) for one in memory[0].agents.items()]
+        nodes: Entries = [[node, len(list(same))] for node, same in groupby(rank_nodes)]
+        agents: Entries = [] if memory is None else [list(one) for one in memory[0].agents.items()]
         sealed = None if memory is None else seal(self._token, memory[0].token)
         order = {"generation": start.generation, "host": start.host, "port": start.port, "token": sealed}
         order |= {"is_tested": start.is_tested, "now": self._clock.now(), "end_s": self._end_s}

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.25
 BEAT_S = 1.0
-"""Seconds between messages in either direction, of which the coordinator of a thousand workers handles a thousand."""
+"""Seconds between messages in either direction; in this time, the coordinator handles one from each worker."""
 SILENCE_S = 10.0
 """Seconds of silence after which the coordinator counts as gone, or this node as cut off from it."""
 _CLOCKS_AGREE_S = 60.0
@@ -89,11 +89,11 @@ def encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-Runs = list[list[Any]]
+Entries = list[list[Any]]
 """For consecutive ranks on the same node, the node's ID and the number of ranks; or a node's ID and agent's address."""
 
 
-def changes(before: Runs, after: Runs) -> tuple[int, Runs, int]:
+def changes(before: Entries, after: Entries) -> tuple[int, Entries, int]:
     """Return how many entries at the start and at the end of a list stay, and the entries that come between them."""
     least = min(len(before), len(after))
     first = next((at for at in range(least) if before[at] != after[at]), least)
@@ -101,7 +101,7 @@ def changes(before: Runs, after: Runs) -> tuple[int, Runs, int]:
     return first, after[first : len(after) - last], last
 
 
-def changed(before: Runs, news: tuple[int, Runs, int]) -> Runs:
+def changed(before: Entries, news: tuple[int, Entries, int]) -> Entries:
     """Return the list after the `changes`."""
     first, between, last = news
     return before[:first] + between + before[len(before) - last :]
@@ -182,8 +182,8 @@ class Supervisor:
         self._next: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._draining: dict[str, float | None] = {}
-        self._nodes: Runs = []
-        self._agents: Runs = []
+        self._nodes: Entries = []
+        self._agents: Entries = []
         self._launched: LauncherProcess | None = None
         self._heard_at = self._beaten_at = time.monotonic()
 

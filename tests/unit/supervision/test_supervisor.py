@@ -26,7 +26,7 @@ from ray_ulysses.supervision.shared_progress import SharedProgress
 from ray_ulysses.supervision.supervisor import (
     Announcement,
     Channel,
-    Runs,
+    Entries,
     Supervisor,
     WatchedChild,
     changed,
@@ -272,14 +272,14 @@ _LISTS = st.lists(st.sampled_from([["a", 1], ["b", 1], ["b", 2], ["c", 8]]), max
 
 
 @given(_LISTS, _LISTS)
-def test_changes_restore_the_list(before: Runs, after: Runs) -> None:
+def test_changes_restore_the_list(before: Entries, after: Entries) -> None:
     assert changed(before, changes(before, after)) == after
 
 
 def test_a_lost_node_and_a_new_one_take_as_many_bytes_in_a_large_cluster_as_in_a_small_one() -> None:
     sizes = []
     for num_nodes in (10, 1000):
-        nodes: Runs = [[f"{number:056x}", 8] for number in range(num_nodes)]
+        nodes: Entries = [[f"{number:056x}", 8] for number in range(num_nodes)]
         news = (changes(nodes, nodes[:5] + nodes[6:]), changes(nodes[1:], [*nodes[1:], ["another", 8]]))
         sizes.append(sum(len(part) for _, part, _ in news))
     assert sizes == [1, 1]
