@@ -115,6 +115,12 @@ class HookedStore(Store):
         self.after("replace", key, size)
         return size
 
+    def names(self, folder: str) -> list[str]:
+        self.before("list", folder)
+        names = self.inner.names(folder)
+        self.after("list", folder, 0)
+        return names
+
     def list(self, prefix: str) -> list[str]:
         self.before("list", prefix)
         keys = self.inner.list(prefix)

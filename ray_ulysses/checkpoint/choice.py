@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import compress
 from typing import Literal, TypeVar
 
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
@@ -28,7 +29,7 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """A committed checkpoint that can't be used, with the reason."""
+    """A step whose checkpoint can't be used, with the reason."""
 
     step: int
     reason: str
@@ -62,8 +63,22 @@ class Choice:
 
 
 def committed_steps(store: Store) -> tuple[int, ...]:
-    """Return all steps that have a manifest, in ascending order."""
-    return committed_in(store.list(CHECKPOINT_FOLDER))
+    """Return all steps that have a manifest, in ascending order.
+
+    An object store needs one request per step for it. If the manifests are read anyway, start from `begun_steps`.
+    """
+    steps = begun_steps(store)
+    return tuple(compress(steps, for_each_step(steps, lambda step: is_committed(store, step))))
+
+
+def any_is_committed(store: Store) -> bool:
+    """Return whether any step has a manifest."""
+    return any(is_committed(store, step) for step in reversed(begun_steps(store)))
+
+
+def is_committed(store: Store, step: int) -> bool:
+    """Return whether a step has a manifest, without reading it."""
+    return MANIFEST_FILE in store.names(step_folder(step))
 
 
 def committed_in(keys: Iterable[str]) -> tuple[int, ...]:
@@ -88,7 +103,7 @@ def for_each_step(steps: Iterable[int], look: Callable[[int], _Found]) -> list[_
     Args:
         steps: Steps to examine.
         look: Examines one step. It should not return the manifest itself: at a large world size, a manifest occupies
-            tens of megabytes, and a run may have a thousand manifests.
+            2 MiB of memory, and a run may have a thousand manifests.
     """
     with ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="ray-ulysses-steps") as threads:
         return list(threads.map(look, steps))
@@ -123,7 +138,7 @@ def newest_committed(
         if not damaged and not absent:
             break
         looked = {*damaged, *absent, *set(begun_steps(store)).difference(steps)}
-        if damaged == {step for step in looked if MANIFEST_FILE in store.names(step_folder(step))}:
+        if damaged == {step for step in looked if is_committed(store, step)}:
             break
         # A step was committed meanwhile, or retention has deleted one after a newer commit, so look again.
     return Choice(manifest=whole, damaged=tuple(passed))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ray_ulysses.checkpoint.choice import begun_steps, committed_in, committed_steps, for_each_step
+from ray_ulysses.checkpoint.choice import begun_steps, committed_in, for_each_step
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import CheckpointRef, ManifestError, read_facts
 from ray_ulysses.logging import get_logger
@@ -255,7 +255,7 @@ def nameable(store: Store) -> dict[int, Committed]:
     manifest are included, without an attempt or metrics, so that a reference fails instead of resolving to an older
     checkpoint.
     """
-    lineage, steps = read_lineage(store), committed_steps(store)
+    lineage, steps = read_lineage(store), begun_steps(store)
     facts = for_each_step(steps, lambda step: read_committed_facts(store, step))
     return {
         step: found

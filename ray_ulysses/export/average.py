@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ray_ulysses.checkpoint.choice import committed_steps, examine
+from ray_ulysses.checkpoint.choice import begun_steps, examine
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.state import WEIGHT_KINDS, TensorPart
@@ -27,13 +27,13 @@ def averaged_checkpoints(store: Store, newest: Manifest, count: int) -> tuple[Ma
     """
     setting, lineage = f"--average={count}", read_lineage(store)
     found = [newest]
-    for step in reversed([one for one in committed_steps(store) if one < newest.step]):
+    for step in reversed([one for one in begun_steps(store) if one < newest.step]):
         if len(found) == count:
             break
         manifest = examine(store, step, "sizes", lineage)
         if isinstance(manifest, Manifest):
             found.append(manifest)
-        elif manifest.kind != "superseded":
+        elif not manifest.is_absent and manifest.kind != "superseded":
             raise RunError(f"{setting}: {manifest}; use a smaller --average, or restore the checkpoint")
     if len(found) < count:
         steps = ", ".join(f"{one.step:,}" for one in reversed(found))

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from ray_ulysses.checkpoint.choice import Damage, committed_steps, read_committed
+from ray_ulysses.checkpoint.choice import Damage, committed_steps, is_committed, read_committed
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.retention import nameable
@@ -146,7 +146,7 @@ def _read(store: Store, verdict: CheckpointVerdict, lineage: Lineage, watch: Wat
 
 def _is_gone(store: Store, step: int) -> bool:
     try:
-        return step not in committed_steps(store)
+        return not is_committed(store, step)
     except OSError:
         # The verdict reports the files that could not be read.
         return False

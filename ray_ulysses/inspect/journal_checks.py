@@ -8,7 +8,7 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import Any, Literal
 
-from ray_ulysses.checkpoint.choice import committed_steps, for_each_step
+from ray_ulysses.checkpoint.choice import begun_steps, for_each_step
 from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
 from ray_ulysses.data.plan.plan import Cursor, Plan
 from ray_ulysses.data.read.digest import MODULUS
@@ -302,7 +302,7 @@ class Claim:
 def manifest_claims(run_dir: Place, *, trust_run: bool = False) -> list[Claim]:
     """Return the claims of a run's committed checkpoints, except for checkpoints deleted during the read."""
     store = open_run_storage(run_dir, trust_run=trust_run).store
-    claims = for_each_step(committed_steps(store), lambda step: _manifest_claim(store, step))
+    claims = for_each_step(begun_steps(store), lambda step: _manifest_claim(store, step))
     return [claim for claim in claims if claim is not None]
 
 

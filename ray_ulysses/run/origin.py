@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic_core import from_json
 
 from ray_ulysses.checkpoint import Manifest
-from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine
+from ray_ulysses.checkpoint.choice import Damage, examine, is_committed
 from ray_ulysses.checkpoint.retention import Committed, best_of, nameable, unreadable
 from ray_ulysses.config.reference_to_checkpoint import SETTING, MlflowReference, Which, parse_reference
 from ray_ulysses.config.resume import resume_fingerprint, setting, settings_that_differ
@@ -141,7 +141,7 @@ def is_there(origin: Origin) -> bool:
     Raises:
         OSError: The storage can't be listed.
     """
-    return origin.step in committed_steps(open_store(origin.location))
+    return is_committed(open_store(origin.location), origin.step)
 
 
 def pin_origin(config: Config, origin: Origin | None) -> None:

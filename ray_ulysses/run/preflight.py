@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from ray_ulysses.checkpoint.choice import committed_steps
+from ray_ulysses.checkpoint.choice import any_is_committed
 from ray_ulysses.config import Config
 from ray_ulysses.config.job_paths import relative_path_problems
 from ray_ulysses.config.resume import STAGES, branch_changes
@@ -396,7 +396,7 @@ def _adapter_start(config: Config) -> tuple[str, ...]:
     if config.model.adapter is None or config.model.adapter.from_ is None:
         return ()
     with storage_answers(location := checkpoint_location(config)):
-        is_stored = bool(committed_steps(open_store(location)))
+        is_stored = any_is_committed(open_store(location))
     return () if is_stored else check_adapter_start(config, config.model.adapter)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from ray_ulysses.checkpoint import CheckpointError, Choice, Damage, newest_committed
-from ray_ulysses.checkpoint.choice import committed_steps, examine, read_committed
+from ray_ulysses.checkpoint.choice import any_is_committed, committed_steps, examine, read_committed
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.retention import nameable, unreadable
 from ray_ulysses.checkpoint.state import begun_anew
@@ -340,7 +340,7 @@ def find_checkpoint(config: Config, run_dir: Place, which: Which, *, trust_run: 
     location = stored_checkpoints(config, run_dir, trust_run=trust_run)
     store = open_store(location)
     with storage_answers(location):
-        if committed_steps(store):
+        if any_is_committed(store):
             return store, choose_checkpoint(store, which)
         lineage = read_lineage(store)
     raise _none_committed(run_dir, location, lineage)

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.checkpoint import KeepRules, Retention, newest_committed, read_manifest, set_aside
-from ray_ulysses.checkpoint.choice import Damage, committed_steps
+from ray_ulysses.checkpoint.choice import Damage, any_is_committed, committed_steps
 from ray_ulysses.checkpoint.fence import claim_attempt
+from ray_ulysses.checkpoint.retention import nameable
+from ray_ulysses.run.checkpoint_store import found_fields
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import LocalStore
 from tests.s3_server import FaultyProxy, S3Server
@@ -181,6 +183,33 @@ def test_requests_do_not_grow_with_the_shards_of_earlier_steps(s3: S3Server, pro
     proxy.exchanges.clear()
     retention.apply(choice.manifest.ref)
     assert len(proxy.exchanges) == 3
+
+
+def test_requests_for_the_committed_steps_do_not_grow_with_their_shards(
+    s3: S3Server, proxy: FaultyProxy, prefix: str
+) -> None:
+    direct = object_store(s3.uri(prefix))
+    claim_attempt(direct, 1)
+    for step in (10, 20, 30):
+        save(direct, step, world_size=4)
+    direct.create("checkpoints/step-00000040/attempt-0001/rank-00000-of-00004.safetensors", [b"half a save"])
+    store = object_store(s3.uri(prefix, proxy.port))
+
+    def requests(ask: Callable[[], object]) -> int:
+        proxy.exchanges.clear()
+        ask()
+        lists = [exchange.path for exchange in proxy.exchanges if "list-type" in exchange.path]
+        # With a delimiter, a list has the names of a step's attempts instead of their shards.
+        assert all("delimiter" in path for path in lists if "checkpoints" in path)
+        return len(proxy.exchanges)
+
+    assert committed_steps(direct) == (10, 20, 30) and [*nameable(direct)] == [10, 20, 30]
+    assert requests(lambda: committed_steps(store)) == 1 + 4
+    # The newest step of all has no manifest.
+    assert requests(lambda: any_is_committed(store)) == 1 + 2
+    # The attempts, the steps, and their manifests.
+    assert requests(lambda: nameable(store)) == 1 + 1 + 4
+    assert requests(lambda: found_fields(store)) == 1 + 4 + 1 + 1
 
 
 def test_a_step_set_aside_can_be_committed_anew(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import torch
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.directory import read_record
+from ray_ulysses.run_names import shard_file, step_folder
+from ray_ulysses.storage import LocalStore
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.export.runs import export, fields_of, tensors_in, write_checkpoint, write_config
 
@@ -54,6 +56,8 @@ def test_checkpoints_that_do_not_belong_together_are_not_averaged(tmp_path: Path
     (model,) = models(1)
     write_checkpoint(run, model, step=1, cursor={"next_row": 1, "plan_id": "a"})
     write_checkpoint(run, models(1, "qwen3")[0], step=2, cursor={"next_row": 1, "plan_id": "a"})
+    # A step whose save has failed has no manifest.
+    LocalStore(run).create(f"{step_folder(0)}/{shard_file(1, 0, 1)}", [b"half a save"])
     with pytest.raises(UserError, match=r"--average=3: the run has 2 committed .* \(of steps 1, 2\); use a smaller"):
         export(run, average=3)
     for step, plan, stage in ((3, "a", ""), (4, "b", ""), (5, "b", "long")):
