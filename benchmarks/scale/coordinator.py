@@ -332,12 +332,12 @@ def page(record: Record) -> str:
         },
     )
     verdict = (
-        f"Goal: calls and bytes of an event at most linear, slope {GOAL_SLOPE}: {met(record['is_linear'])}. **join** is "
-        "the join of all workers; every supervisor's first order lists all nodes (19 kB with 1,024 workers), so each "
-        "join costs bytes in proportion to the workers, and all of them together are quadratic. Later orders name "
-        "changes only. Beats are four per worker. Calls of Python functions in the coordinator's thread, without its "
-        "timers, do not depend on the machine's load. They do not include what the interpreter does in C, such as the "
-        "copy of the map of workers at each event; the CPU seconds do."
+        f"Goal: calls and bytes of an event at most linear, slope {GOAL_SLOPE}: {met(record['is_linear'])}. "
+        "**join** is the join of all workers; every supervisor's first order lists all nodes (19 kB with 1,024 "
+        "workers), so each join costs bytes in proportion to the workers, and all of them together are quadratic. "
+        "Later orders name changes only. Beats are four per worker. Calls of Python functions in the coordinator's "
+        "thread, without its timers, do not depend on the machine's load. They do not include what the interpreter "
+        "does in C, such as the copy of the map of workers at each event; the CPU seconds do."
     )
     parts = [header("Coordinator: 8 to 1,024 workers", record, text), counts, verdict]
     if timed:
