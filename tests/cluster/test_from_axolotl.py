@@ -25,6 +25,7 @@ def commands_in(text: str, prompt: str) -> list[str]:
     return re.findall(rf"^{prompt}(ray-ulysses .*)$", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_configuration_of_axolotl_becomes_an_exported_model(tmp_path: Path) -> None:
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(

@@ -19,6 +19,7 @@ from ray_ulysses.run.preflight import prepare_run
 from ray_ulysses.tracking.events import Sampled
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.sampling import open_sampler
+from tests.breadth import fast_only
 from tests.distributed.run_case import make_config, make_corpus, train
 from tests.unit.export.runs import export
 
@@ -46,7 +47,7 @@ def written_alone(model: Any, prompt: str) -> tuple[str, int]:
     return tokenizer.decode(np.array(found)), len(found)
 
 
-@pytest.mark.parametrize("ring_size", [1, 2])
+@pytest.mark.parametrize("ring_size", fast_only([1, 2], 2))
 def test_samples_are_those_of_one_process_and_do_not_change_the_training(
     corpus: Path, tmp_path: Path, ring_size: int
 ) -> None:

@@ -14,7 +14,6 @@ from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.tracking.events import Evaluated
 from ray_ulysses.tracking.history import read_history
-from tests.breadth import fast_only
 from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import assert_same_run, make_config, train, train_to_death
 from tests.distributed.seam_case import SeamCase, check, run_cases
@@ -96,7 +95,8 @@ def test_the_matrix_of_nodes(world: str) -> None:
     hold(MATRIX[world], timeout_s=3000)
 
 
-@pytest.mark.parametrize("is_adapted", fast_only([True, False], True))
+@pytest.mark.slow
+@pytest.mark.parametrize("is_adapted", [True, False])
 def test_plan_is_within_a_tenth_of_the_measured_peak(tmp_path: Path, is_adapted: bool) -> None:
     base, case = save_base(tmp_path / "base"), Case(world_size=4, node=2, is_adapted=is_adapted)
     estimate, found = planned(case, base), measured(case, base)

@@ -17,6 +17,7 @@ from ray_ulysses.engine.text_part import auto_class
 from ray_ulysses.run.classes import with_classes
 from ray_ulysses.tracking.events import Evaluated
 from ray_ulysses.tracking.history import read_history
+from tests.breadth import fast_only
 from tests.distributed.reference_case import reference_run
 from tests.distributed.run_case import train
 from tests.distributed.test_classification_runs import labeled_corpus
@@ -33,6 +34,7 @@ _OWN = [
     for path in sorted(_CONFIGS.glob("*.yaml"))
     if yaml.safe_load(path.read_text()).get("objective", {}).get("kind", "next_token") != "next_token"
 ]
+_FAST = [path for path in _OWN if "-dpo_" in path.name or "embedding" in path.name]
 _TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _IDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
 
@@ -89,7 +91,7 @@ def tiny(path: Path, folder: Path) -> Config:
     return with_classes(parse_config(tree), None)
 
 
-@pytest.mark.parametrize("path", _OWN, ids=[path.stem for path in _OWN])
+@pytest.mark.parametrize("path", fast_only(_OWN, *_FAST), ids=[path.stem for path in _OWN])
 def test_a_shipped_objective_trains_a_tiny_model(path: Path, tmp_path: Path) -> None:
     config = tiny(path, tmp_path)
     if config.objective.needs_reference:
