@@ -1,1 +1,1 @@
-"""What the parts of a run cost at 8 to 1,024 workers: the real parts beside simulated ones."""
+"""What the parts of a run cost at 8 to 1,024 workers: real components against simulated workers and nodes."""

@@ -192,19 +192,20 @@ def page(record: Record) -> str:
         "planner chooses the memory settings (`memory.plan: auto`); `checkpoint.host_buffers` is 1, and peer memory is "
         f"off where it does not fit. Each step has {STEP_TOKENS:,} tokens: 256 rows of 131,072 tokens or 32 rows of "
         "1,048,576. traffic s: time of the traffic between ranks that does not overlap with compute. Price: "
-        f"{record['price']:g} USD per GPU and hour. Several GPUs have not been measured yet."
+        f"{record['price']:g} USD per GPU-hour. Not yet measured: any run on more than one GPU."
     )
     parts = [header("Capacity: 8B, 32B and 70B on 8 to 1,024 GPUs", record, text), capacity_table(record)]
     about = (
         f"The fastest layouts without and with secondary shards on {NETWORK_GPUS} GPUs at {NETWORK_CONTEXT:,} tokens, "
         "by the network's bandwidth per GPU. Gradients cross the network in fp32 either way. At 131,072 tokens and "
-        "more, layouts of few ranks per row hide the traffic of weights on most of these networks."
+        "more, layouts with few ranks per row overlap the traffic of the weights with compute on most of these "
+        "networks. gain: the step time without divided by the step time with secondary shards."
     )
     parts += ["## By network", about, network_table(record)]
     if all(row["longest"] is not None for row in record["longest"]):
         about = (
-            "In tokens. By default (`parallel.allowed_sp`), a row is on at most as many ranks as the model has heads, "
-            "so more GPUs allow no longer rows at some point."
+            "In tokens, with any settings. By default, `parallel.allowed_sp` limits a row to as many ranks as the "
+            "model has attention heads, so beyond 64 GPUs the context grows little or not at all."
         )
         parts += ["## Longest context that fits (`plan --longest`)", about, longest_table(record)]
     return "\n\n".join(parts)

@@ -392,8 +392,9 @@ def page(record: Record) -> str:
     )
     sloped = f"Slopes over the ranks: {_slopes(writes, same)}." if len(writes) > 1 else ""
     asking = (
-        "Requests of rank 0 to an object store with that many checkpoints, counted at the client (obstore's store in "
-        f"memory; a listing is one request per {PAGE_KEYS:,} keys). The shards' own bytes are not counted."
+        "Requests of rank 0 to an object store with the given number of checkpoints, counted at the client "
+        f"(obstore's store in memory; a listing is one request per {PAGE_KEYS:,} keys). The shards' own bytes are not "
+        "counted. **describe it**: finds the fields of the event that reports the newest checkpoint."
     )
     title = "Checkpoints of 70B on 64 to 1,024 ranks"
     parts = [header(title, record, text), goals, before, "## Writing", written, "## Resuming", planned, sloped]

@@ -1,4 +1,4 @@
-"""The controller's real parts in a process without Ray: a worker group's watch, its coordinator, the judge of failures.
+"""The controller's real parts in a process without Ray: a worker group's watch, its coordinator, the failure policy.
 
 Ray's answers are lists of this process, and each of its nodes answers at this machine's address.
 """

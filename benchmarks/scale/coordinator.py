@@ -1,4 +1,4 @@
-"""The coordinator, the judge of failures and the journal with 8 to 1,024 simulated supervisors on real sockets."""
+"""The coordinator, the failure policy and the journal with 8 to 1,024 simulated supervisors on real sockets."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ def page(record: Record) -> str:
     counted, timed = record["counted"], record["timed"]
     sizes = [one["workers"] for one in counted]
     text = (
-        "The real coordinator, state machine, judge of failures, scaling policy and journal of Ray Train's controller, "
+        "The real coordinator, state machine, failure policy, scaling policy and journal of Ray Train's controller, "
         "without Ray, beside simulated supervisors in another process: they authenticate, join, send heartbeats and "
         "report ends and stacks over real sockets of this machine. Workers are 8 per node (4 of 8). A **loss** "
         "closes a node's connections, and the others report that their children ended; **growth** adds a node's "
@@ -335,9 +335,9 @@ def page(record: Record) -> str:
         f"Goal: calls and bytes of an event at most linear, slope {GOAL_SLOPE}: {met(record['is_linear'])}. "
         "**join** is the join of all workers; every supervisor's first order lists all nodes (19 kB with 1,024 "
         "workers), so each join costs bytes in proportion to the workers, and all of them together are quadratic. "
-        "Later orders name changes only. Beats are four per worker. Calls of Python functions in the coordinator's "
-        "thread, without its timers, do not depend on the machine's load. They do not include what the interpreter "
-        "does in C, such as the copy of the map of workers at each event; the CPU seconds do."
+        "Later orders name changes only. **beats** is four heartbeats of each worker. Calls of Python functions in the "
+        "coordinator's thread, without its timers, do not depend on the machine's load. They do not include work in C, "
+        "such as copying the dict of workers at each event; the CPU seconds do."
     )
     parts = [header("Coordinator: 8 to 1,024 workers", record, text), counts, verdict]
     if timed:

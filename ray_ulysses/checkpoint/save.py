@@ -65,7 +65,10 @@ def save_checkpoint(
     outcome = _Outcome()
     if gathered is not None:
         shards, sums, problems = zip(*gathered, strict=True)
-        others = [None if one == sums[0] else "its tensors differ from those of rank 0" for one in sums]
+        others = [
+            None if one == sums[0] else "its tensors differ from rank 0's in name, order, shape or dtype"
+            for one in sums
+        ]
         problem = join_problems(list(problems)) or join_problems(others)
         outcome = _Outcome(problem=problem, cause=cause, is_unused=True)
         if outcome.problem is None:

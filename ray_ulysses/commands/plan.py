@@ -118,8 +118,10 @@ def _tell_layouts(config: Config, base: Path, as_json: bool) -> tuple[str, bool]
 
 
 def _not_predicted(config: Config) -> str | None:
+    if config.cluster.device is None:
+        return "without cluster.device; set, for example, cluster.device=H100"
     if config.gpu is None:
-        return "on CPUs or without cluster.device; set, for example, cluster.device=H100 and cluster.gpus_per_worker=1"
+        return "on CPUs (cluster.gpus_per_worker=0); set cluster.gpus_per_worker=1"
     if config.model.dtype != "bf16":
         return f"for model.dtype={config.model.dtype}; use bf16"
     is_on_nvme = config.memory.offload_optimizer == "nvme"
@@ -128,7 +130,6 @@ def _not_predicted(config: Config) -> str | None:
 
 def _render_layouts(config: Config, found: Sequence[LayoutChoice], misfit: str) -> str:
     """Return the table of layouts. ``misfit`` says why the configured layout is not in ``found``, if it is not."""
-    from ray_ulysses.planner.settings import secondary_size
     from ray_ulysses.planner.throughput import seconds_text
 
     workers = f"{config.cluster.workers.max} {config.cluster.device}"
@@ -141,7 +142,7 @@ def _render_layouts(config: Config, found: Sequence[LayoutChoice], misfit: str) 
             size(one.memory.device_bytes),
             str(one.layout.dp_size),
             f"{one.layout.sp_size} = {one.layout.ulysses_size} x {one.layout.ring_size}",
-            "node" if secondary_size(one.config) > 1 else "none",
+            _secondary(one),
             seconds_text(one.time.traffic_s),
             "configured" if not one.settings else "",
         )
@@ -153,6 +154,12 @@ def _render_layouts(config: Config, found: Sequence[LayoutChoice], misfit: str) 
     lines += _fastest(found)
     lines.append("  Predicted, if each row is one document; traffic is the part that does not overlap with compute.")
     return as_text(lines)
+
+
+def _secondary(one: LayoutChoice) -> str:
+    from ray_ulysses.planner.settings import secondary_size
+
+    return "node" if secondary_size(one.config) > 1 else "none"
 
 
 def _fastest(found: Sequence[LayoutChoice]) -> list[str]:
@@ -170,7 +177,7 @@ def _layout_json(one: LayoutChoice) -> dict[str, Any]:
         "sp_size": one.layout.sp_size,
         "ring_size": one.layout.ring_size,
         "dp_size": one.layout.dp_size,
-        "zero_secondary": one.config.memory.zero_secondary,
+        "zero_secondary": _secondary(one),
         "device_bytes": one.memory.device_bytes,
         "step_s": one.time.seconds,
         "terms": {term.name: term.seconds for term in one.time.terms},

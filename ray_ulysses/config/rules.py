@@ -231,15 +231,15 @@ def _secondary_shards_have_peers(config: Config) -> Iterator[Problem]:
         rule = "is not supported for weights in host memory (memory.offload_param=cpu)"
         yield problem_of(config, "memory.zero_secondary", rule, "set one of the two to none")
     if most > per_node == 1:
-        rule = "needs nodes with at least two workers, but cluster.gpus_per_node is 1"
+        rule = "needs nodes with at least two workers, but cluster.gpus_per_node=1"
         hint = "set memory.zero_secondary: none, or cluster.gpus_per_node to the number of GPUs per node"
         yield problem_of(config, "memory.zero_secondary", rule, hint)
     elif most > per_node and math.gcd(most, per_node) == 1:
         rule = (
             f"needs groups of at least two workers that never cross nodes, but cluster.workers={most} and "
-            f"cluster.gpus_per_node={per_node} have no common divisor"
+            f"cluster.gpus_per_node={per_node} have no common divisor above 1"
         )
-        hint = "use a multiple of cluster.gpus_per_node workers, or memory.zero_secondary: none"
+        hint = f"use a multiple of {per_node} workers, or memory.zero_secondary: none"
         yield problem_of(config, "memory.zero_secondary", rule, hint)
 
 

@@ -136,10 +136,10 @@ class MemorySection(Section):
     zero_secondary: Literal["none", "node"] = "none"
     """Whether the workers of each node share a second copy of the weights (hierarchical partitioning, ZeRO++ hpZ), so
     that weights cross the network once per step: for the first forward pass, but for no backward pass. `node` takes the
-    memory of all weights divided by the workers that share a copy, whose number is the greatest common divisor of
-    `cluster.workers` (the maximum) and `cluster.gpus_per_node`. It requires `zero_stage` 3 and nodes with at least two
-    workers, and has no effect on one node. Default `none`, which is best if the network is fast enough to be hidden by
-    computation."""
+    memory of all weights divided by the greatest common divisor of `cluster.workers` (the maximum) and
+    `cluster.gpus_per_node`, which must be at least 2. It requires `zero_stage` 3 and `offload_param: none`, and has no
+    effect on one node. Default `none`, which is best if the network is fast enough for its traffic to overlap with
+    compute."""
 
     nvme_path: LocalPath | None = None
     """Directory on a local disk of each node, for `offload_optimizer: nvme`. Default null."""

@@ -322,10 +322,9 @@ def attention_head_groups(config: Config, shape: ModelShape) -> dict[Any, int]:
 def layouts(config: Config, shape: ModelShape, multiple: int | None = None) -> Iterator[Settings]:
     """Yield the changes that lead to each layout to compare; empty for the configured layout.
 
-    For each allowed ``sp`` size that divides the workers, up to three rings are compared: the automatic ring, and the
-    smallest rings with at most as many Ulysses ranks as a node has GPUs (so that the exchange of heads stays within a
-    node) and as the model has KV heads (so that few are copied). For the configured size, the configured ring is added.
-    Recurrent layers do not support a ring.
+    For each allowed ``sp`` size that divides the workers, up to three rings are compared: the automatic ring, the
+    smallest that keeps the exchange of heads within a node, and the smallest with at most one Ulysses rank per KV head.
+    For the configured size, the configured ring is added. Recurrent layers do not support a ring.
 
     Args:
         config: The configuration to change.

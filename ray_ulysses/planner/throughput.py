@@ -120,7 +120,7 @@ class StepTime:
     def basis(self) -> str:
         """How far the prediction can be trusted, as text."""
         sheet = "predicted from the data sheet, never measured"
-        return "predicted, within 10% of measured steps" if self.is_measured else sheet
+        return "predicted, compute within 10% of measured steps" if self.is_measured else sheet
 
 
 def seconds_text(seconds: float) -> str:

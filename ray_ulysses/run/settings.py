@@ -159,14 +159,15 @@ def _secondary_size(config: Config, nodes: Sequence[str]) -> int:
 def warn_of_unused_shards(config: Config, nodes: Sequence[str]) -> None:
     """Log a warning if the workers are on several nodes, but do not share the configured secondary shards."""
     per_node = [len(tuple(ranks)) for _, ranks in groupby(nodes)]
+    cluster, planned = config.cluster, secondary_size(config)
     if config.memory.zero_secondary == "none" or len(per_node) < 2 or _secondary_size(config, nodes) > 1:
         return
-    planned, cluster = secondary_size(config), config.cluster
-    of_groups, of_node = f"groups of {planned} that never cross nodes", "one node; correct cluster.gpus_per_node"
+    groups = f"groups of {planned} workers on one node; use a multiple of {planned} workers on each node"
     _log.warning(
-        "memory.zero_secondary=node is not used: the nodes have %s workers, but by cluster.workers.max=%d and "
-        "cluster.gpus_per_node=%d, memory is planned for %s",
-        per_node, cluster.workers.max, cluster.gpus_per_node, of_groups if planned > 1 else of_node,
+        "memory.zero_secondary=node has no effect in this attempt: the nodes have %s workers, but memory is planned "
+        "for cluster.workers.max=%d and cluster.gpus_per_node=%d, that is, for %s",
+        " or ".join(map(str, sorted(set(per_node)))), cluster.workers.max, cluster.gpus_per_node,
+        groups if planned > 1 else "one node; set cluster.gpus_per_node to the number of GPUs per node",
     )  # fmt: skip
 
 

@@ -128,7 +128,7 @@ class LocalStore(Store):
         return sorted(keys)
 
     def names(self, folder: str) -> builtins.list[str]:
-        """Return the names of the files and folders in a folder; lists a subfolder only to find its first file."""
+        """Return the names of a folder's files and of its subfolders with files, which are read up to the first."""
         top = self.path(folder)
         try:
             with opened_folder(top.parent, self.root) as parent, entered(top, parent) as opened:
@@ -175,7 +175,7 @@ class LocalStore(Store):
                 yield from self._keys_of(entry, key, folder)
 
     def _entries(self, key: str, folder: int) -> builtins.list[os.DirEntry[str]]:
-        """Return the entries of an opened folder without temporary files, files first."""
+        """Return an opened folder's entries, files first and without temporary files."""
         with os.scandir(folder) as found:
             entries = [entry for entry in found if not entry.name.startswith(TEMPORARY_PREFIX)]
         for entry in entries:

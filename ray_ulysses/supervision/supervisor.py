@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.25
 BEAT_S = 1.0
-"""Seconds between messages in either direction; in this time, the coordinator handles one from each worker."""
+"""Seconds between messages in either direction. The coordinator receives one message per worker in this time."""
 SILENCE_S = 10.0
 """Seconds of silence after which the coordinator counts as gone, or this node as cut off from it."""
 _CLOCKS_AGREE_S = 60.0

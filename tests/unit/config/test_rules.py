@@ -163,7 +163,7 @@ def test_a_size_that_does_not_divide_is_refused_with_sizes_that_do() -> None:
 
 def test_secondary_shards_on_nodes_of_one_gpu_are_refused_with_a_way_out_that_helps() -> None:
     (problem,) = problems_of(**SECONDARY | {"cluster__gpus_per_node": 1})
-    assert "cluster.gpus_per_node is 1" in problem.rule and "multiple" not in problem.hint
+    assert "cluster.gpus_per_node=1" in problem.rule and "multiple" not in problem.hint
     for hinted in ({"memory__zero_secondary": "none"}, {"cluster__gpus_per_node": 2}):
         parse_config(small_tree(**SECONDARY | {"cluster__gpus_per_node": 1} | hinted))
 

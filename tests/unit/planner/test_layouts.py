@@ -99,10 +99,10 @@ def test_a_run_that_has_begun_is_proposed_only_layouts_that_its_rows_allow(multi
     assert found and all(fits_rows(one.config, SHAPE, multiple) for one in found)
     kept = [one.settings for one in of_new if fits_rows(one.config, SHAPE, multiple)]
     assert [one.settings for one in found] == kept
-    assert (len(kept) < len(of_new)) == (multiple < 64), "a ring of 32 ranks needs rows of 64 tokens"
+    assert (len(kept) < len(of_new)) == (multiple < 64), "a ring of 32 ranks needs row lengths divisible by 64"
     for choices, one in ((found, settled), (of_new, None)):
         notes = [note for note in plan_notes(config, SHAPE, None, settled=one) if "faster layout" in note]
-        assert len(notes) == (choices is of_new or multiple > 8), "rows of 8 tokens do not fit the configured 32 ranks"
+        assert len(notes) == (choices is of_new or multiple > 8), "lengths divisible only by 8 fit no 32 ranks"
         assert all(f"fits: {choices[0].options()} (" in note for note in notes)
 
 

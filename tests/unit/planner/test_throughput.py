@@ -234,7 +234,7 @@ def test_copies_overlap_with_the_pass_that_they_run_beside(monkeypatch: pytest.M
 
 def test_a_device_that_was_never_measured_is_predicted_from_its_figures_and_says_so() -> None:
     measured, sheet = modelled(device="H100"), modelled(device="L40S")
-    assert measured.basis == "predicted, within 10% of measured steps"
+    assert measured.basis == "predicted, compute within 10% of measured steps"
     assert sheet.basis == "predicted from the data sheet, never measured"
     assert {name for name, device in DEVICES.items() if device.is_measured} == {"H100", "H200"}
     own = modelled(device={"name": "own", "tflops": 2 * 989.4, "gib": 80, "gbps": 2 * 3350})

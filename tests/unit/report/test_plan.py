@@ -162,7 +162,7 @@ def test_the_step_time_is_broken_down_and_the_run_is_priced():
     text = render_plan(report, 3600.0).partition("\ntime per step: ")[2].partition("\n\n")[0]
     title, *terms, run = text.splitlines()
     assert title.startswith(
-        f"{report.step_time.seconds:.3g} s on 4 H100, predicted, within 10% of measured steps; MFU "
+        f"{report.step_time.seconds:.3g} s on 4 H100, predicted, compute within 10% of measured steps; MFU "
     )
     assert [line.split(" s  ")[1].split("  ")[0] for line in terms if " s  " in line] == [
         term.name for term in report.step_time.terms

@@ -31,7 +31,7 @@ def test_secondary_shards_are_shared_within_nodes_and_never_exceed_the_plan(
     assert zero_settings(config, 1, nodes).secondary_size == size
     assert not caplog.text, "zero_settings is called on every rank"
     warn_of_unused_shards(config, nodes)
-    assert ("memory.zero_secondary=node is not used" in caplog.text) == is_warned
+    assert ("memory.zero_secondary=node has no effect" in caplog.text) == is_warned
     assert zero_settings(parse_config(small_tree()), 1, nodes).secondary_size == 1
     caplog.clear()
     warn_of_unused_shards(parse_config(small_tree()), nodes)
@@ -43,5 +43,5 @@ def test_shards_that_are_planned_for_one_node_are_not_described_as_groups_of_one
 ) -> None:
     config = parse_config(small_tree(**NODES | {"cluster__gpus_per_node": 8}))
     warn_of_unused_shards(config, "aaaabbbb")
-    assert "the nodes have [4, 4] workers" in caplog.text
-    assert "planned for one node; correct cluster.gpus_per_node" in caplog.text
+    assert "the nodes have 4 workers" in caplog.text
+    assert "for one node; set cluster.gpus_per_node" in caplog.text
