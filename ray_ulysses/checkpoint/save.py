@@ -66,7 +66,9 @@ def save_checkpoint(
     if gathered is not None:
         shards, sums, problems = zip(*gathered, strict=True)
         others = [
-            None if one == sums[0] else "its tensors differ from rank 0's in name, order, shape or dtype"
+            None
+            if one == sums[0]
+            else "its tensors differ from rank 0's in name, order, shape or dtype; all ranks must build the same model"
             for one in sums
         ]
         problem = join_problems(list(problems)) or join_problems(others)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Annotated, Literal, overload
 
 import numpy as np
@@ -173,7 +173,17 @@ class ShardTable(Sequence[ShardEntry]):
             counts[first:stop] += starts < stops
         # A tensor is complete if each rank stores its even share. Any other tensor must be listed.
         for number in sorted({*np.flatnonzero(counts != self._holders).tolist(), *self._listed}):
-            check_cover({self._keys[number]: int(self._sizes[number])}, self._stored(number))
+            key, size, share = self._keys[number], int(self._sizes[number]), int(self._shares[number])
+            holders = self._even_holders(number)
+            # Neighboring shares are one interval.
+            borders = [0, *(np.flatnonzero(np.diff(holders) != 1) + 1).tolist(), holders.size]
+            held = [
+                Interval(key, min(int(holders[first]) * share, size), min((int(holders[stop - 1]) + 1) * share, size))
+                for first, stop in pairwise(borders)
+                if first < stop
+            ]
+            listed = self._listed.get(number, ())
+            check_cover({key: size}, held + [Interval(key, start, stop) for start, stop, _ in listed])
 
     def holding(self, wanted: Sequence[Interval]) -> list[tuple[ShardEntry, StoredInterval]]:
         """Return the intervals of the wanted tensors in all shards that may contain wanted elements, in file order."""
@@ -201,15 +211,14 @@ class ShardTable(Sequence[ShardEntry]):
             return (0,)
         if number not in self._listed:
             return range(0, int(self._sizes[number]), int(self._shares[number]))
-        return sorted(one.start for one in self._stored(number) if one.start < one.stop)
+        even = self._even_holders(number) * self._shares[number]
+        listed = [start for start, stop, _ in self._listed[number] if start < stop]
+        return sorted([*even[even < self._sizes[number]].tolist(), *listed])
 
-    def _stored(self, number: int) -> list[Interval]:
-        """Return all stored intervals of a tensor."""
-        key, size, share = self._keys[number], int(self._sizes[number]), int(self._shares[number])
+    def _even_holders(self, number: int) -> Int64Array:
+        """Return the shards that contain their even share of a tensor, in ascending order."""
         shards, firsts, stops = self._even_rows.T
-        holders = shards[(firsts <= number) & (number < stops)].tolist()
-        even = [Interval(key, min(shard * share, size), min((shard + 1) * share, size)) for shard in holders]
-        return even + [Interval(key, start, stop) for start, stop, _ in self._listed.get(number, ())]
+        return shards[(firsts <= number) & (number < stops)]
 
     def _even(self, rank: int, first: int, stop: int) -> tuple[Int64Array, Int64Array]:
         """Return the start and stop of a rank's even share of tensors `first` to `stop`, like `intervals.partition`."""

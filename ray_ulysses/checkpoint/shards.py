@@ -34,7 +34,7 @@ class ShardDamage(ValueError):
 
 
 class StoredInterval(NamedTuple):
-    """Position of an interval in its shard; a tuple for the same reason as `Interval`."""
+    """Position of an interval in its shard."""
 
     interval: Interval
     offset: int

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+from pydantic import Field
 
 from ray_ulysses.checkpoint.intervals import Interval
 from ray_ulysses.validation import Whole
@@ -53,7 +55,7 @@ class TensorPart:
 class TensorSpec:
     """Shape and dtype of a complete tensor."""
 
-    shape: tuple[Whole, ...]
+    shape: Annotated[tuple[Whole, ...], Field(max_length=64)]
     dtype: str
     """Dtype in safetensors notation, such as ``F32``."""
 

@@ -286,7 +286,7 @@ class FailureJudge(FailurePolicy):
         with self._lock:
             failure = self._verdict if self._is_left_to_ray else None
             self._verdict, self._is_left_to_ray = None, False
-        failure = failure or self._judge(cause_of(training_failed_error))
+            failure = failure or self._judge(cause_of(training_failed_error))
         return FailureDecision.RETRY if failure.restarts else FailureDecision.RAISE
 
     def _judge(self, cause: Cause, noticed: Noticed | None = None) -> AttemptEnded | StartFailed:

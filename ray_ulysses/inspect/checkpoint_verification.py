@@ -154,7 +154,8 @@ def _is_gone(store: Store, step: int) -> bool:
 
 def _read_files(store: Store, manifest: Manifest, watch: Watch) -> tuple[FileVerdict, ...]:
     """Read all files, several in parallel to hide the storage latency."""
-    total = sum(shard.num_bytes for shard in manifest.shards)
+    shards = manifest.shards
+    total = sum(record.bytes for record in shards.records)
     lock, done = threading.Lock(), 0
 
     def tell(num_bytes: int) -> None:
@@ -165,7 +166,8 @@ def _read_files(store: Store, manifest: Manifest, watch: Watch) -> tuple[FileVer
 
     folder = step_folder(manifest.step)
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ray-ulysses-verify") as threads:
-        return tuple(threads.map(lambda shard: _read_file(store, folder, shard, tell), manifest.shards))
+        # By number, because an entry holds the positions of all intervals of its shard.
+        return tuple(threads.map(lambda at: _read_file(store, folder, shards[at], tell), range(len(shards))))
 
 
 def _read_file(store: Store, folder: str, shard: ShardEntry, tell: Callable[[int], None]) -> FileVerdict:

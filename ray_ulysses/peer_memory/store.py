@@ -223,7 +223,7 @@ class PeerMemoryStore(Store):
         # First find an agent that answers, because the chunks can only be read once.
         writer, _ = self._first(self.nodes, AgentClient.greet)
         size = self._asked(writer, lambda client: self._put_shard(client, key, chunks, replace=replace))
-        with self._dropped_on_failure(key):
+        with _undone_on_failure(lambda: self.delete(key)):
             for partner in self.nodes:
                 if partner != writer and self._is_copied(key, writer, partner):
                     self._is_degraded = False
@@ -269,25 +269,27 @@ class PeerMemoryStore(Store):
         # Ask all agents, because the first agent may have been unreachable when the file was created on the others.
         if not replace and any(self._of_all(self.nodes, lambda client: client.sizes(key)).values()):
             raise AlreadyExistsError(f"{key} already exists and was not overwritten")
-        node, size = self._first(sorted(self.nodes), lambda client: client.put(key, [content], replace=replace))
-        with self._dropped_on_failure(key):
-            others = [other for other in self.nodes if other != node]
-            if _is_manifest(key):
-                first = [other for other in others if other in nearest]
-                self._of_all(first, lambda client: client.put(key, [content], replace=True), may_be_none=True)
-            if not _is_manifest(key) or not {*nearest} <= {*self.nodes}:
-                self._of_all(others, lambda client: client.put(key, [content], replace=True), may_be_none=True)
-        return size
+        writers: list[AgentClient] = []
 
-    @contextmanager
-    def _dropped_on_failure(self, key: str) -> Iterator[None]:
-        """Delete the file if a node fails to store it: a file whose creation failed must not appear later."""
-        try:
-            yield
-        except OSError:
-            with contextlib.suppress(OSError):
-                self.delete(key)
-            raise
+        def put(client: AgentClient) -> int:
+            size = client.put(key, [content], replace=replace)
+            writers.append(client)
+            return size
+
+        def undo() -> None:
+            for client in writers:
+                with contextlib.suppress(OSError):
+                    client.delete(key)
+
+        node, size = self._first(sorted(self.nodes), put)
+        # Other agents may have got another attempt's file meanwhile, which must neither be replaced nor deleted.
+        with _undone_on_failure(undo):
+            others = [other for other in self.nodes if other != node]
+            first = [other for other in others if other in nearest] if _is_manifest(key) else others
+            self._of_all(first, put, may_be_none=True)
+            if not {*nearest} <= {*self.nodes}:
+                self._of_all([other for other in others if other not in first], put, may_be_none=True)
+        return size
 
     def _first(self, nodes: Iterable[str], ask: Callable[[AgentClient], _T]) -> tuple[str, _T]:
         """Call `ask` for the agents of the nodes, in order, until an agent answers; return its node and the answer."""
@@ -344,17 +346,23 @@ class PeerMemoryStore(Store):
         """Call `ask` for the agents of the nodes in parallel, and return the answers by node, in the same order.
 
         Raises:
-            OSError: An agent answers with an error, or no agent answers and `may_be_none` is false.
+            OSError: An agent answers with an error, or no agent answers and `may_be_none` is false. All calls have
+                ended.
         """
 
-        def one(node: str) -> list[_T]:
+        def one(node: str) -> list[_T] | Exception:
             try:
                 return [self._asked(node, ask)]
             except AgentGoneError:
                 return []
+            except Exception as error:
+                return error
 
-        answers = zip(nodes, self._threads.map(one, nodes), strict=True)
-        found = {node: answer[0] for node, answer in answers if answer}
+        answers = dict(zip(nodes, self._threads.map(one, nodes), strict=True))
+        for answer in answers.values():
+            if isinstance(answer, Exception):
+                raise answer
+        found = {node: answer[0] for node, answer in answers.items() if isinstance(answer, list) and answer}
         if not found and not may_be_none:
             raise self._nobody()
         return found
@@ -408,6 +416,17 @@ class PeerMemoryStore(Store):
 
     def _nobody(self) -> OSError:
         return OSError(errno.EHOSTUNREACH, f"none of the {len(self._clients)} peer memory agents answers")
+
+
+@contextmanager
+def _undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
+    """Call `undo` if a node fails to store a file, because a file whose creation failed must not appear later."""
+    try:
+        yield
+    except Exception:
+        with contextlib.suppress(OSError):
+            undo()
+        raise
 
 
 def _is_manifest(key: str) -> bool:

@@ -128,7 +128,7 @@ class LocalStore(Store):
         return sorted(keys)
 
     def names(self, folder: str) -> builtins.list[str]:
-        """Return the names of a folder's files and of its subfolders with files, which are read up to the first."""
+        """Return the names of a folder's files and of its subfolders that have a file."""
         top = self.path(folder)
         try:
             with opened_folder(top.parent, self.root) as parent, entered(top, parent) as opened:

@@ -141,6 +141,7 @@ WRONG: list[tuple[tuple[Any, ...], object, str]] = [
     (("tensors",), [], "tensors"),
     (("tensors", WEIGHT, "shape"), [-10], f"tensors.{WEIGHT}.shape[0]"),
     (("tensors", WEIGHT, "shape"), [2**40, 2**40], f"tensors.{WEIGHT}"),
+    (("tensors", WEIGHT, "shape"), [1] * 65, f"tensors.{WEIGHT}.shape"),
     (("tensors", WEIGHT, "dtype"), "F8", f"tensors.{WEIGHT}.dtype"),
     (("tensors", WEIGHT, "dtype"), "F64", "shards[0].bytes"),
     (("tied", "head.weight"), 1, "tied.head.weight"),

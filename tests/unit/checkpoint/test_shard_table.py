@@ -146,6 +146,25 @@ def test_a_shard_of_a_thousand_ranks_takes_one_row() -> None:
     assert len({batch.shard.file for batch in plan_load(found.shards, wanted)}) < 12
 
 
+def test_a_check_of_tensors_with_empty_intervals_makes_no_interval_of_each_rank(monkeypatch: Any) -> None:
+    num_ranks, made = 50, [0]
+    tensors = {f"fp32/{number}": TensorSpec(shape=(num_ranks,), dtype="F32") for number in range(60)}
+    table, _ = table_of(tensors, [even(tensors, num_ranks, rank) for rank in range(num_ranks)])
+    none = entry_of({}, [], num_ranks + 1, num_ranks)
+    rows = tuple((key, 0, 0) for key in tensors)
+    last = replace(record_of(none, {}, num_ranks + 1, num_ranks), intervals=rows)
+    table = ShardTable(tensors, num_ranks, [*table.records, last])
+    table.validate()
+
+    def counted(*values: Any) -> Interval:
+        made[0] += 1
+        return Interval(*values)
+
+    monkeypatch.setattr("ray_ulysses.checkpoint.shard_table.Interval", counted)
+    table.check_cover()
+    assert made == [2 * len(tensors)]
+
+
 def test_even_shares_are_those_of_the_partition() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):

@@ -159,6 +159,32 @@ def test_ray_waits_for_a_judgement_that_is_late(tmp_path: Path, monkeypatch: pyt
     assert [failure.failure for failure in book.failures()] == [None]
 
 
+def test_failures_are_judged_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(tmp_path)
+    trial.attempt(1)
+    judge, judging, released = FailureJudge(trial.book()), threading.Event(), threading.Event()
+    present: list[int] = []
+    most = [0]
+
+    def slow(store: object) -> int:
+        present.append(1)
+        most[0] = max(most[0], len(present))
+        judging.set()
+        released.wait(60)
+        present.pop()
+        return 0
+
+    monkeypatch.setattr("ray_ulysses.cluster.failures.known_step", slow)
+    with ThreadPoolExecutor(2) as pool:
+        decision = pool.submit(judge.make_decision, DEAD)
+        assert judging.wait(60)
+        late = pool.submit(judge.judge, LOST)
+        wait([late], timeout=0.2)
+        released.set()
+        wait([decision, late], timeout=60)
+    assert most == [1]
+
+
 def test_the_judgement_of_earlier_workers_is_not_used_for_others_and_a_refusal_ends_the_command(tmp_path: Path) -> None:
     trial = Trial(tmp_path)
     trial.attempt(1)

@@ -184,6 +184,24 @@ def test_a_readmitted_node_with_a_dead_attempts_manifest_does_not_hide_the_state
         assert attempts(agents, MANIFEST) == dict.fromkeys("ab", 3)
 
 
+def test_a_late_writer_neither_replaces_nor_deletes_a_newer_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    with many_nodes() as (agents, store_of):
+        late, newer = without(store_of("d"), "a"), store_of("e")
+        put = AgentClient.put
+
+        def put_late(client: AgentClient, *values: Any, **options: Any) -> int:
+            # The newer attempt commits the step after the late one has asked all agents that it reaches.
+            monkeypatch.undo()
+            newer.create(MANIFEST, [b"newer"])
+            return put(client, *values, **options)
+
+        monkeypatch.setattr(AgentClient, "put", put_late)
+        with pytest.raises(AlreadyExistsError):
+            late.create(MANIFEST, [b"late"])
+        assert holders(agents, MANIFEST) == ["a", "e", "f"]
+        assert all(store_of(node).read_whole(MANIFEST) == b"newer" for node in MANY)
+
+
 def test_a_step_without_a_manifest_is_asked_of_all_nodes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with many_nodes() as (_, store_of):
         store_of("a").create(SHARD, [b"state"])
