@@ -79,7 +79,8 @@ def check_embedded(config: Config, folder: Path) -> None:
             check_strangers(command, training_processes(command), secrets["RAY_AUTH_TOKEN"])
             training_processes(command)[0].kill()
             command.process.send_signal(signal.SIGUSR1)
-            wait_for_step(config, 11)
+            # A fast machine may have trained more steps before the rank was killed.
+            wait_until(lambda: read_history(config.run_dir).steps[-1].attempt == 2, "recovery", timeout_s=TIMEOUT_S)
             wait_until(lambda: {"steps", "request"} <= saved_for(config), "both checkpoints", timeout_s=TIMEOUT_S)
             assert {process.pid for process in worker_processes(command)} == before, "Ray has restarted nothing"
             command.process.send_signal(signal.SIGTERM)
