@@ -95,11 +95,12 @@ def check_embedded(config: Config, folder: Path) -> None:
         assert list(Path(ray_folder).rglob("runtime_env_agent.log")), "Ray's logs are not where they are looked for"
         assert files_with(secrets, folder, Path(ray_folder)) == {}
     phases = re.findall(r"^elapsed=\S+ phase: (.*?)(?:, for \S+)?$", command.text, flags=re.MULTILINE)
-    # Those that last longer than the half second between two looks.
+    # The command looks twice a second. On a fast machine, the workers load their libraries between two looks.
     expected = [
         "loading libraries", "starting Ray", "waiting for 2 workers (0 started)", "loading libraries on 2 workers",
     ]  # fmt: skip
-    assert [phase for phase in dict.fromkeys(phases) if phase in expected] == expected, command.text
+    shown = [phase for phase in dict.fromkeys(phases) if phase in expected]
+    assert shown in (expected, expected[:-1]), command.text
 
 
 def check_strangers(command: Command, trains: list[psutil.Process], token: str) -> None:
