@@ -13,6 +13,14 @@ from tests.cluster.planted_secrets import NAMES
 from tests.distributed.run_case import make_corpus
 
 
+@pytest.fixture(scope="session", autouse=True)
+def equal_priority() -> Iterator[None]:
+    """Start Ray's workers with normal priority, because with Ray's default they starve beside other processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")
+        yield
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few files of the standard library as bytes, which no test changes."""
