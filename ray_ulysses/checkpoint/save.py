@@ -65,12 +65,8 @@ def save_checkpoint(
     outcome = _Outcome()
     if gathered is not None:
         shards, sums, problems = zip(*gathered, strict=True)
-        others = [
-            None
-            if one == sums[0]
-            else "its tensors differ from rank 0's in name, order, shape or dtype; all ranks must build the same model"
-            for one in sums
-        ]
+        other = "its tensors differ from rank 0's in name, order, shape or dtype; all ranks must build the same model"
+        others = [None if one == sums[0] else other for one in sums]
         problem = join_problems(list(problems)) or join_problems(others)
         outcome = _Outcome(problem=problem, cause=cause, is_unused=True)
         if outcome.problem is None:

@@ -96,6 +96,7 @@ def _tell_layouts(config: Config, base: Path, as_json: bool) -> tuple[str, bool]
     from ray_ulysses.planner.layouts import compare_layouts
     from ray_ulysses.planner.problems import heads_problems
     from ray_ulysses.planner.settings import fits_rows
+    from ray_ulysses.planner.throughput import not_predicted
     from ray_ulysses.run.preflight import load_stored_plan, planned_memory
     from ray_ulysses.run.stored_run import read_stored_run
 
@@ -105,7 +106,7 @@ def _tell_layouts(config: Config, base: Path, as_json: bool) -> tuple[str, bool]
     planned, shape, _ = planned_memory(config, base, stored)
     if problems := tuple(heads_problems(planned, shape)):
         raise ConfigError(problems, source=f"run {config.run.name!r}")
-    if missing := _not_predicted(planned):
+    if missing := not_predicted(planned):
         raise UserError(f"--layouts compares predicted times, but no time is predicted {missing}")
     settled = None if plan is None else plan.settings
     found = compare_layouts(config, shape, settled, stored.config if stored.has_begun else None)
@@ -115,17 +116,6 @@ def _tell_layouts(config: Config, base: Path, as_json: bool) -> tuple[str, bool]
     if settled is not None and not fits_rows(config, shape, settled.pad_multiple):
         where = f"the stored rows, whose lengths are multiples of {settled.pad_multiple}"
     return _render_layouts(config, found, f"the configured layout does not fit {where}"), bool(found)
-
-
-def _not_predicted(config: Config) -> str | None:
-    if config.cluster.device is None:
-        return "without cluster.device; set, for example, cluster.device=H100"
-    if config.gpu is None:
-        return "on CPUs (cluster.gpus_per_worker=0); set cluster.gpus_per_worker=1"
-    if config.model.dtype != "bf16":
-        return f"for model.dtype={config.model.dtype}; use bf16"
-    is_on_nvme = config.memory.offload_optimizer == "nvme"
-    return "for memory.offload_optimizer=nvme; use none or cpu" if is_on_nvme else None
 
 
 def _render_layouts(config: Config, found: Sequence[LayoutChoice], misfit: str) -> str:

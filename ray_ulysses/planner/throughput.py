@@ -136,12 +136,22 @@ def full_rows(config: Config) -> Work:
     )
 
 
+def not_predicted(config: Config) -> str | None:
+    """Return the settings for which no time is predicted, and the way out; None if the settings allow a prediction."""
+    if config.cluster.device is None:
+        return "without cluster.device; set, for example, cluster.device=H100"
+    if config.gpu is None:
+        return "on CPUs (cluster.gpus_per_worker=0); set cluster.gpus_per_worker=1"
+    if config.model.dtype != "bf16":
+        return f"for model.dtype={config.model.dtype}; use bf16"
+    is_on_nvme = config.memory.offload_optimizer == "nvme"
+    return "for memory.offload_optimizer=nvme; use none or cpu" if is_on_nvme else None
+
+
 def configured_time(config: Config, shape: ModelShape, work: Work) -> StepTime | None:
     """Predict a step's time on the run's largest number of workers, or return None if the device has no known rates."""
     gpu, layout = config.gpu, run_layout(config, shape)
-    is_modelled = config.model.dtype == "bf16" and layout.ulysses_size <= shape.num_heads
-    is_on_nvme = config.memory.offload_optimizer == "nvme"
-    if gpu is None or is_on_nvme or not is_modelled:
+    if gpu is None or not_predicted(config) is not None or layout.ulysses_size > shape.num_heads:
         return None
     rates, peak = _AMPERE if gpu.name in _LIKE_AMPERE else _HOPPER, gpu.tflops * 1e12
     parts = _Parts(config=config, shape=shape, layout=layout, work=work, gpu=gpu, rates=rates, peak=peak)
