@@ -44,6 +44,8 @@ class StopSignals:
         self._signaled_at: float | None = None
         self._asked_at = 0.0
         self._has_workers = False
+        self._undecided: tuple[str, threading.Timer] | None = None
+        """A signal that arrived before any step was seen, and the timer that ends the command if nothing decides."""
         self._is_ending = False
         self._steps = UnsavedSteps(run_dir)
         self._before: dict[int, Any] = {}
@@ -80,8 +82,13 @@ class StopSignals:
         if not workers_are_whole:
             self._steps.lost()
         self._steps.look()
+        if self._undecided is not None:
+            (name, timer), self._undecided = self._undecided, None
+            timer.cancel()
+            self._decide(name)
         # Once the command has reported that nothing needs saving, a first step that ends later changes nothing.
-        if self._is_ending or (self._signaled_at is not None and not self._steps.exist):
+        is_decided = self._signaled_at is not None and self._undecided is None
+        if self._is_ending or (is_decided and not self._steps.exist):
             _end_in_time()
             raise KeyboardInterrupt
         self._ask_again()
@@ -104,12 +111,20 @@ class StopSignals:
                 raise KeyboardInterrupt
             return
         self._signaled_at = self._asked_at = now
+        if self._has_workers and not self._steps.exist:
+            # A step may have ended since the last look at the journal.
+            self._undecided = name, _end_in_time()
+            return
+        self._decide(name)
+        if not self._has_workers:
+            raise KeyboardInterrupt
+
+    def _decide(self, name: str) -> None:
+        """Request a save and a stop if there are steps to save; else announce that the command ends."""
         if not self._steps.exist:
             self._is_ending = True
             self._say(f"{name}: there is no step to save yet; stopping now")
             _end_in_time()
-            if not self._has_workers:
-                raise KeyboardInterrupt
             return
         try:
             request_stop(self._run_dir, self._session)
@@ -126,11 +141,12 @@ class StopSignals:
             self._say(f"the save request could not be written ({error})")
 
 
-def _end_in_time() -> None:
-    """Force this process to exit after a grace period; Ray then ends its own processes."""
+def _end_in_time() -> threading.Timer:
+    """Force this process to exit after a grace period, unless cancelled; Ray then ends its own processes."""
     timer = threading.Timer(_GRACE_S, os._exit, (INTERRUPTED,))
     timer.daemon = True
     timer.start()
+    return timer
 
 
 class UnsavedSteps:

@@ -51,11 +51,20 @@ def hangup() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def ends(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """The times that this process was told to end, whatever it is doing."""
-    told: list[bool] = []
-    monkeypatch.setattr(module, "_end_in_time", lambda: told.append(True))
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[Ending]:
+    """The times that this process was told to end, whatever it is doing, and that were not taken back."""
+    told: list[Ending] = []
+    monkeypatch.setattr(module, "_end_in_time", lambda: Ending(told))
     return told
+
+
+class Ending:
+    def __init__(self, told: list[Ending]) -> None:
+        self.told = told
+        told.append(self)
+
+    def cancel(self) -> None:
+        self.told.remove(self)
 
 
 class Command:
@@ -141,10 +150,25 @@ def test_steps_of_an_earlier_command_and_of_the_time_after_the_stop_do_not_delay
         journal = command.write(STARTED)
         signals.check(workers_are_whole=True)
         received(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signals.check(workers_are_whole=True)
         say(journal, STEP)
         with pytest.raises(KeyboardInterrupt):
             signals.check(workers_are_whole=True)
     assert command.requested is None
+
+
+def test_a_step_that_ended_since_the_last_look_is_saved(command: Command, ends: list[Ending]) -> None:
+    with command.signals() as signals:
+        signals.workers_start()
+        journal = command.write(STARTED)
+        signals.check(workers_are_whole=True)
+        say(journal, STEP)
+        received(signal.SIGTERM)
+        assert len(ends) == 1, "whatever Ray does until the next look"
+        signals.check(workers_are_whole=True)
+        assert command.requested == "stop" and not ends
+    assert command.shown.startswith("SIGTERM: saving after this step, then stopping")
 
 
 @pytest.mark.parametrize("number", STOP)
@@ -181,7 +205,7 @@ def test_steps_in_peer_memory_alone_are_saved_before_the_command_ends(again: Rec
 
 
 def test_two_signals_that_close_together_are_one_and_a_later_one_or_a_lost_worker_ends_at_once(
-    command: Command, monkeypatch: pytest.MonkeyPatch, ends: list[bool]
+    command: Command, monkeypatch: pytest.MonkeyPatch, ends: list[Ending]
 ) -> None:
     with command.training(STARTED, STEP) as signals:
         received(signal.SIGTERM)
