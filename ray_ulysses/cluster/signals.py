@@ -113,6 +113,7 @@ class StopSignals:
         self._signaled_at = self._asked_at = now
         if self._has_workers and not self._steps.exist:
             # A step may have ended since the last look at the journal.
+            self._say(f"{name}: stopping")
             self._undecided = name, _end_in_time()
             return
         self._decide(name)

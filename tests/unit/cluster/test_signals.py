@@ -166,9 +166,10 @@ def test_a_step_that_ended_since_the_last_look_is_saved(command: Command, ends: 
         say(journal, STEP)
         received(signal.SIGTERM)
         assert len(ends) == 1, "whatever Ray does until the next look"
+        assert command.shown == "SIGTERM: stopping\n"
         signals.check(workers_are_whole=True)
         assert command.requested == "stop" and not ends
-    assert command.shown.startswith("SIGTERM: saving after this step, then stopping")
+    assert "\nSIGTERM: saving after this step, then stopping" in command.shown
 
 
 @pytest.mark.parametrize("number", STOP)
