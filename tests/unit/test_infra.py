@@ -297,13 +297,21 @@ def test_lost_nodes_are_noticed_soon_wherever_a_head_is_started(
         assert "export RAY_AUTH_MODE=token\n" in text, name
 
 
+def _handles_sigterm(pid: int) -> bool:
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
+    assert caught
+    return bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def test_a_slurm_job_starts_a_ray_node_on_each_of_its_nodes_and_passes_the_signal_to_the_run(tmp_path: Path) -> None:
     """Slurm's and our commands are played; ``sbatch`` signals only the script's shell."""
     programs = {
         "scontrol": "echo n1; echo n2; echo n3",
         "srun": 'echo "srun $*" >> calls; while [[ $1 == -* ]]; do shift; done; "$@"',
-        "ray": 'echo "ray $*" >> calls; [[ $* != *--block* ]] || exec sleep 60',
-        "ray-ulysses": 'echo "$RAY_ADDRESS $*" >> calls; trap "exit 7" TERM; sleep 60 & wait',
+        # The three nodes are up once `status` answers, as a real head's node is.
+        "ray": """[[ $1 != status ]] || exec test "$(grep -c '^ray start' calls)" = 3
+            echo "ray $*" >> calls; exec sleep 60""",
+        "ray-ulysses": 'trap "exit 7" TERM; echo "$RAY_ADDRESS $*" >> calls; sleep 60 & wait',
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -315,6 +323,7 @@ def test_a_slurm_job_starts_a_ray_node_on_each_of_its_nodes_and_passes_the_signa
     try:
         calls = tmp_path / "calls"
         wait_until(lambda: calls.exists() and "train" in calls.read_text(), "the run starts")
+        wait_until(lambda: _handles_sigterm(job.pid), "the script passes SIGTERM on")
         job.terminate()
         assert job.wait(60) == 7
     finally:
