@@ -23,6 +23,7 @@ _PHASES = {
 _READERS = {"ray": "in tasks of Ray Data on the workers' nodes", "local": "in the workers"}
 _MOST_SIZES = 8
 _MOST_SETS = 3
+_NO_TIME = "not predicted (needs cluster.device, GPUs, bf16, no optimizer on NVMe)"
 _FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))
 
 
@@ -68,8 +69,7 @@ def _verdict(report: PlanReport, price: float | None) -> list[tuple[str, str]]:
     fits = unlimited if not limits else "fits: " if all(limits) else "does not fit: "
     needs = f"{_amount(*of_device)} per {'GPU' if report.has_gpu else 'worker'}, {_amount(*of_host)} of host memory"
     last = " of the last stage" if report.stages else ""
-    unknown = "not predicted (needs cluster.device, GPUs and bf16)"
-    step = unknown if time is None else f"{seconds_text(time.seconds)} per step{last}, MFU {time.mfu:.0%}, {time.basis}"
+    step = _NO_TIME if not time else f"{seconds_text(time.seconds)} per step{last}, MFU {time.mfu:.0%}, {time.basis}"
     sizes = ", ".join(map(str, layout.level_world_sizes[:_MOST_SIZES]))
     more = ", ..." if len(layout.level_world_sizes) > _MOST_SIZES else ""
     valid = f"{_other_counts(layout)}, best {sizes}{more}"
@@ -307,8 +307,7 @@ def _data(report: PlanReport) -> list[str]:
 def _time(report: PlanReport, price: float | None) -> list[str]:
     modelled, world = report.step_time, report.layout.world_size
     if modelled is None:
-        said = "time: not predicted; it requires cluster.device, GPUs, bf16, and an optimizer that is not on NVMe"
-        return [said]
+        return [f"time: {_NO_TIME}"]
     width = max(len(term.name) for term in modelled.terms)
     lines = [
         f"time per step: {seconds_text(modelled.seconds)} on {world} {modelled.device}, {modelled.basis}; "

@@ -155,7 +155,9 @@ def test_fill_and_padding_have_the_right_denominators():
 
 def test_the_step_time_is_broken_down_and_the_run_is_priced():
     corpus = make_corpus([64] * 9)
-    assert "\ntime: not predicted; it requires cluster.device, GPUs, bf16" in text_of(make_config(), corpus)
+    assert "\ntime: not predicted (needs cluster.device, GPUs, bf16, no optimizer on NVMe)\n" in text_of(
+        make_config(), corpus
+    )
     config = make_config(cluster={"workers": 4, "gpus_per_worker": 1, "device": "H100"}, model={"dtype": "bf16"})
     report = build_report(config, make_shape(config), corpus, make_plan(config, corpus))
     assert report.step_time is not None and report.to_json()["step_time"]["seconds"] == report.step_time.seconds
