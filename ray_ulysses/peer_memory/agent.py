@@ -149,6 +149,9 @@ class PeerMemoryAgent:
     @contextmanager
     def _counted(self, connection: socket.socket) -> Iterator[None]:
         with self._lock:
+            if self._closed.is_set():
+                # close() has not seen this connection.
+                raise ConnectionAbortedError
             self._connections.add(connection)
         try:
             yield

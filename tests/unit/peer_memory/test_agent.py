@@ -196,6 +196,11 @@ def test_a_file_that_is_dropped_while_it_is_read_stays_as_it_was_for_its_reader(
         assert agent.files.spare_bytes == 3 * MIB
 
 
+def _is_alone(agent: PeerMemoryAgent) -> bool:
+    with agent._lock:
+        return not agent._connections
+
+
 @pytest.mark.parametrize("is_used", [True, False], ids=["left", "never used"])
 def test_an_agent_ends_itself_when_nobody_was_connected_for_a_while(is_used: bool) -> None:
     clock, ended = SetClock(), threading.Event()
@@ -208,7 +213,7 @@ def test_an_agent_ends_itself_when_nobody_was_connected_for_a_while(is_used: boo
             (connection,) = agent._connections
             assert 0 < connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000
             client.close()
-            wait_until(lambda: not agent._connections, "the connection is closed")
+            wait_until(lambda: _is_alone(agent), "the connection is closed")
         clock.time += 119.0
         assert not ended.wait(1.5)
         clock.time += 2.0
@@ -269,14 +274,39 @@ def test_silent_peers_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch, li
         monkeypatch.setattr(authentication, "MOST_PENDING", 4)
     else:
         monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 16))
-    with running() as (_, client), contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(connected(client.address)) for _ in range(10)]
-        for one in silent[:6]:
-            assert one.recv(1) == b""
+    with running() as (agent, client), contextlib.ExitStack() as stack:
+        silent: list[socket.socket] = []
+        for number in range(10):
+            silent.append(stack.enter_context(connected(client.address)))
+            if number < 4:
+                wait_until(lambda: len(agent._gate._pending) == len(silent), "the agent waits for its proof")
+            else:
+                assert silent[number - 4].recv(1) == b""
         assert client.sizes("") == {}
         silent[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
             silent[-1].recv(1)
+
+
+def test_a_connection_that_proves_its_token_while_the_agent_closes_is_not_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    admits, has_proof, is_closed = Gate.admits, threading.Event(), threading.Event()
+
+    def admits_late(gate: Gate, connection: socket.socket) -> bool:
+        admitted = admits(gate, connection)
+        has_proof.set()
+        assert is_closed.wait(20)
+        return admitted
+
+    monkeypatch.setattr(Gate, "admits", admits_late)
+    with running() as (agent, client):
+        client.greet()
+        assert has_proof.wait(20)
+        agent.close()
+        is_closed.set()
+        with pytest.raises(AgentGoneError, match="does not respond"):
+            client.sizes("")
 
 
 def test_wrong_tokens_are_logged_once_and_then_counted_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

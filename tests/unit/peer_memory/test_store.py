@@ -344,7 +344,8 @@ def test_frozen_partner_is_left_out(agents: Agents, monkeypatch: pytest.MonkeyPa
 def test_an_agent_that_accepts_and_never_answers_is_left_out(agents: Agents) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         addresses = {"a": f"127.0.0.1:{silent.getsockname()[1]}", **started(agents, "b")}
-        with store_over(addresses, answer_s=1.0, progress_s=1.0) as store:
+        with store_over(addresses) as store:
+            store._clients["a"]._progress_s = 1.0
             store.create(SHARD, [b"state"])
             assert store.nodes == ("b",) and store.read_whole(SHARD) == b"state"
 
