@@ -209,9 +209,12 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
                 f"--out={str(out)!r}: the export needs {decimal_size(num_bytes)} and a reserve of "
                 f"{decimal_size(spare)}, but only {decimal_size(free)} is free; free up space or set another --out"
             )
-        folder = out.parent / f"{_prefix(out)}{uuid.uuid4().hex[:8]}"
-        folder.mkdir()
-        descriptor = lock_file(folder / _LOCK_FILE)
+        number = uuid.uuid4().hex[:8]
+        unlocked = out.parent / f".{out.name}.{number}"
+        unlocked.mkdir()
+        descriptor = lock_file(unlocked / _LOCK_FILE)
+        # Other exports sweep folders of this name, but none that is locked.
+        folder = unlocked.rename(out.parent / f"{_prefix(out)}{number}")
     except OSError as error:
         raise RunError(
             f"--out={str(out)!r}: can't be written ({error.strerror or error}); use another directory"
@@ -246,6 +249,9 @@ def _sweep(out: Path) -> None:
             raise RunError(
                 f"--out={str(out)!r}: another process is exporting to this directory; wait for it to finish, or stop it"
             ) from error
+        except FileNotFoundError:
+            # Its export has just published or removed it.
+            continue
         shutil.rmtree(leftover, ignore_errors=True)
         os.close(descriptor)
 
