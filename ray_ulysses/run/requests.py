@@ -6,7 +6,8 @@ All nodes share the run's storage, so no other communication channel is needed.
 file                    written by            effect
 ======================  ====================  ==========================================================
 ``stop-request``        the driver            the run saves after the current step and stops
-``save-request``        users and scripts     the run saves after the current step, deletes the file and continues
+``save-request``        users and scripts     the run saves after the current step and continues; it deletes the file
+                                              once the checkpoint is committed
 ``preemption-notice``   users and scripts     the run saves after the current step, repeatedly while the file exists,
                                               and just before the deadline. The file may contain the deadline in
                                               seconds since the epoch (``date +%s``).
@@ -23,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -110,18 +110,6 @@ def request_save(run_dir: Place) -> None:
     open_store(run_dir, must_exist=True, retry_s=_RETRY_S).replace(SAVE_FILE, [b""])
 
 
-def take_save_request(run_dir: Place) -> bool:
-    """Delete the checkpoint request, and return whether there was one."""
-    store = open_store(run_dir, retry_s=_RETRY_S)
-    try:
-        is_there = SAVE_FILE in store.root_names()
-        if is_there:
-            store.delete_files([SAVE_FILE])
-    except OSError:
-        return False
-    return is_there
-
-
 def preemption_noticed(run_dir: Place) -> Notice | None:
     """Return the preemption notice in the run's directory, or None if there is none."""
     try:
@@ -154,7 +142,7 @@ class RequestWatch:
         self._store = open_store(run_dir, retry_s=_RETRY_S)
         self._stop: StopReason | None = None
         self._notice: Notice | None = None
-        self._save = threading.Event()
+        self._asks_save = self._save_taken = self._is_saved = False
         self._is_near = isinstance(run_dir, Path)
         self._calls = BackgroundCalls("requests", tick=self._look, every_s=None if self._is_near else every_s)
         if not self._is_near:
@@ -172,19 +160,26 @@ class RequestWatch:
         return self._stop
 
     def take_save(self) -> bool:
-        """Consume a checkpoint request, and return whether there was one."""
-        if not self._save.is_set():
-            # An unconditional clear() could lose a request that the thread is setting at this moment.
-            return False
-        self._save.clear()
-        return True
+        """Return whether a checkpoint is requested, once until `saved` is called."""
+        takes = self._asks_save and not self._save_taken
+        self._save_taken |= takes
+        return takes
+
+    def saved(self) -> None:
+        """Delete the request that was taken, because its checkpoint is committed. Any thread may call this method.
+
+        Until then, the request remains valid for the attempt after this one, which may have to serve it.
+        """
+        self._is_saved = True
+        self._calls.ask(self._look)
 
     def notice(self) -> Notice | None:
         """Return the preemption notice, or None if there is none."""
         return self._notice
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the thread; wait briefly for its last calls."""
+        self._calls.wait_promptly()
         self._calls.close()
 
     def _look(self) -> None:
@@ -198,8 +193,11 @@ class RequestWatch:
         self._stop = (stop or self._stop) if STOP_FILE in names else None
         notice = preemption_noticed(self._run_dir) if NOTICE_FILE in names else None
         self._notice = (notice or self._notice or Notice()) if NOTICE_FILE in names else None
-        if SAVE_FILE in names and take_save_request(self._run_dir):
-            self._save.set()
+        self._asks_save = SAVE_FILE in names and not self._is_saved
+        if self._is_saved:
+            with contextlib.suppress(OSError):
+                self._store.delete_files([SAVE_FILE])
+                self._is_saved = self._save_taken = False
 
 
 def _read(run_dir: Place, key: str) -> str:

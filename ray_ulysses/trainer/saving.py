@@ -204,6 +204,7 @@ class CheckpointKeeper:
         # Reason and start time of a save that is waiting for a free buffer.
         self._postponed: tuple[Reason, float] | None = None
         self.requests = RequestWatch(config.run_dir, worker.session) if worker.rank == 0 else None
+        self._requested_step = math.inf
         self._notices = NoticeWatch(worker, self.requests)
         self._is_reserved = False
         self._no_room: CheckpointError | None = None
@@ -276,6 +277,8 @@ class CheckpointKeeper:
             if flags.notice:
                 notice = self._notices.notice
                 self._recorder.preemption_noticed(step, notice.deadline if notice is not None else None)
+        if flags.save_requested:
+            self._requested_step = step
         reason = due(
             self._config.checkpoint, flags, step=step, taken_step=self._taken_step, last_step=last_step,
             ends_stage=self._ends_stage,
@@ -410,6 +413,9 @@ class CheckpointKeeper:
         self.committed.append((saved.ref.step, saved.ref.folder))
         if self._worker.rank == 0:
             self._recorder.checkpoint_committed(saved)
+            if self.requests is not None and saved.ref.step >= self._requested_step:
+                self._requested_step = math.inf
+                self.requests.saved()
             try:
                 for step in self._retention.apply(saved.ref):
                     self._recorder.checkpoint_deleted(step)

@@ -21,6 +21,7 @@ from ray_ulysses.inspect.verification import verify_run
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.origin import find_tracked
 from ray_ulysses.run.trackers import tracked
+from ray_ulysses.run_names import SAVE_FILE
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.mlflow_client import open_client
@@ -116,6 +117,7 @@ def test_every_trigger_saves_and_says_so(tmp_path: Path, corpus: Path) -> None:
     assert min(spent.starts.build_s, spent.starts.load_s, spent.startup_s, spent.steps_s, spent.saves_s) > 0
     reasons = _reasons(config)
     assert (reasons[3], reasons[5], reasons[12]) == ("request", "steps", "end")
+    assert not (config.run_dir / SAVE_FILE).exists()
     # The notice stood for the steps 8 and perhaps 9, as the file is looked at while the step is taken.
     assert reasons[8] == "preemption"
     assert set(reasons) <= {3, 5, 8, 9, 10, 12}

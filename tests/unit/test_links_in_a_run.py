@@ -29,7 +29,7 @@ from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.errors import UlyssesError
 from ray_ulysses.run.completion import record_completion
 from ray_ulysses.run.preflight import prepare_run
-from ray_ulysses.run.requests import preemption_noticed, request_save, request_stop, stop_requested, take_save_request
+from ray_ulysses.run.requests import RequestWatch, preemption_noticed, request_save, request_stop, stop_requested
 from ray_ulysses.run.run_files import RunTexts, describe_run
 from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage import LocalStore, run_claim
@@ -176,7 +176,7 @@ def _train(run: Linked) -> Iterator[object]:
         lambda: request_stop(folder, "again"),
         lambda: stop_requested(folder, "again"),
         lambda: request_save(folder),
-        lambda: take_save_request(folder),
+        lambda: _take_save_request(folder),
         lambda: preemption_noticed(folder),
         lambda: _track(config),
         lambda: TensorBoardSink(folder / "tensorboard-events").connect(),
@@ -185,6 +185,15 @@ def _train(run: Linked) -> Iterator[object]:
         with contextlib.suppress(OSError, UlyssesError):
             call()
         yield
+
+
+def _take_save_request(folder: Path) -> None:
+    watch = RequestWatch(folder, "again")
+    watch.look()
+    watch.take_save()
+    watch.saved()
+    assert watch._calls.wait(20.0)
+    watch.close()
 
 
 def _targets(folder: Path) -> list[str]:

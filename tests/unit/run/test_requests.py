@@ -19,10 +19,10 @@ from ray_ulysses.run.requests import (
     request_save,
     request_stop,
     stop_requested,
-    take_save_request,
 )
 from ray_ulysses.run_names import EXCLUDED_FILE, NOTICE_FILE, SAVE_FILE, STOP_FILE
 from ray_ulysses.storage import background
+from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import open_store, place_of
 from tests.polling import wait_until
@@ -61,10 +61,27 @@ def test_an_odd_request_file_stops_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert preemption_noticed(tmp_path) == (None if kind == "stale" else Notice())
 
 
-def test_a_request_to_save_is_taken_once(tmp_path: Path) -> None:
+def test_a_request_to_save_is_taken_once_by_each_attempt_until_its_checkpoint_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request_save(tmp_path)
     (tmp_path / SAVE_FILE).write_text("written by a person")
-    assert [take_save_request(tmp_path) for _ in range(2)] == [True, False]
+    for _ in range(2):
+        # The attempt before it has ended without a checkpoint.
+        watch = RequestWatch(tmp_path, "now")
+        for expected in (True, False, False):
+            watch.look()
+            assert watch.take_save() == expected
+    delete, tries = LocalStore.delete_files, Mock(side_effect=[OSError(errno.EIO, "the store failed"), None])
+    monkeypatch.setattr(LocalStore, "delete_files", lambda self, keys: tries() or delete(self, keys))
+    watch.saved()
+    wait_until(lambda: tries.call_count == 1, "the first try to delete it")
+    watch.look()
+    assert not watch.take_save() and not (tmp_path / SAVE_FILE).exists()
+    request_save(tmp_path)
+    watch.look()
+    assert watch.take_save()
+    watch.close()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +121,9 @@ def test_in_an_object_store_a_thread_looks_for_the_requests(s3: S3Server, prefix
     assert watch.stop() is None and watch.notice() is None and not watch.take_save()
     request_save(place)
     wait_until(lambda: watch.take_save(), "the request to save", timeout_s=20)
-    assert SAVE_FILE not in open_store(place).root_names() and not watch.take_save()
+    watch.saved()
+    wait_until(lambda: SAVE_FILE not in open_store(place).root_names(), "its end", timeout_s=20)
+    assert not watch.take_save()
     open_store(place).replace(NOTICE_FILE, [b"1700000000"])
     wait_until(lambda: watch.notice() == Notice(deadline=1.7e9), "the notice", timeout_s=20)
     open_store(place).delete(NOTICE_FILE)

@@ -33,7 +33,6 @@ from ray_ulysses.run.requests import (
     exclude_nodes,
     request_save,
     request_stop,
-    take_save_request,
 )
 from ray_ulysses.run.run_files import RunTexts, describe_run, describing_files, read_plan_facts
 from ray_ulysses.run.stored_run import refuse_changed
@@ -91,7 +90,6 @@ def _resume(config: Config) -> None:
         exclude_nodes(config.run_dir, "resumed", {"node": 2.0})
         request_stop(config.run_dir, "resumed", "resize")
         request_save(config.run_dir)
-        take_save_request(config.run_dir)
         newest = newest_attempt(config.run_dir)
         _warn(config, "resumed", "waits", after=0 if newest is None else newest.attempt)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import Mock, call, patch
 
 import pytest
 import torch
@@ -21,9 +21,10 @@ from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.config.running import CheckpointSection
 from ray_ulysses.errors import FinalError, PeerError, RunError
+from ray_ulysses.run.requests import request_save
 from ray_ulysses.trainer import saving
 from ray_ulysses.trainer.saving import CheckpointKeeper, Reason, due, retry_pause_s, steps_apart, time_is_up
-from ray_ulysses.trainer.step import Flags
+from ray_ulysses.trainer.step import Flags, with_requests
 from tests.distributed.run_case import make_config
 from tests.polling import wait_until
 from tests.stores import MemoryStore, SlowStore
@@ -116,7 +117,9 @@ class Attempt:
         self.keeper._saver.save(7, shard_of(TENSORS, 0, 1), META, timeout_s=20.0)
 
     def step(self, number: int) -> None:
-        outcome: Any = SimpleNamespace(flags=self.keeper.flags(), position=SimpleNamespace(step=number))
+        assert self.keeper.requests is not None
+        flags = with_requests(self.keeper.flags(), self.keeper.requests)
+        outcome: Any = SimpleNamespace(flags=flags, position=SimpleNamespace(step=number))
         self.keeper.after_step(None, outcome, None, 99)  # type: ignore[arg-type]
 
     def is_committed(self) -> bool:
@@ -180,6 +183,20 @@ def test_a_postponed_save_comes_later(attempt: Attempt, ready: None, said: pytes
     assert attempt.keeper._saver.wait(20.0) and committed_steps(attempt.store) == (7, 10, 23)
     attempt.step(25)
     assert attempt.keeper._saver.wait(20.0) and committed_steps(attempt.store)[-2:] == (23, 25)
+
+
+def test_a_request_remains_until_a_state_of_its_step_or_a_later_one_is_committed(attempt: Attempt, ready: None) -> None:
+    keeper, committed = attempt.keeper, []
+    assert keeper.requests is not None
+    keeper._is_reserved = True
+    keeper._config.run_dir.mkdir()
+    request_save(keeper._config.run_dir)
+    with patch.object(keeper.requests, "saved", lambda: committed.append(committed_steps(attempt.store))):
+        attempt.step(8)
+        attempt.step(9)
+        attempt.gate.set()
+        assert keeper._saver.wait(20.0)
+    assert committed == [(7, 8)]
 
 
 def test_training_does_not_wait_for_the_memory_of_a_copy(
