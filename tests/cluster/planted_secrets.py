@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,10 @@ def files_with(secrets: Mapping[str, str], *folders: Path) -> dict[str, set[str]
     found: dict[str, set[str]] = {}
     num_read = 0
     for path in (path for folder in folders for path in folder.rglob("*")):
-        if path.is_file() and not path.is_symlink():
+        # Ray's agents may still remove files.
+        with contextlib.suppress(FileNotFoundError):
+            if not path.is_file() or path.is_symlink():
+                continue
             num_read += 1
             content = path.read_bytes()
             held = {name for name, value in secrets.items() if value.encode() in content}

@@ -66,6 +66,7 @@ class WatchedStreams(RayStreams):
     def __init__(self, before_read: Callable[[int], None] | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._before_read, self.has_come = before_read, threading.Event()
+        self.num_rows, self.has_ended = 0, False
 
     def read(self, blocks: Sequence[Block], stopped: threading.Event) -> Generator[pa.Table, None, None]:
         if self._before_read is not None:
@@ -78,9 +79,11 @@ class WatchedStreams(RayStreams):
             yield from map(self._came, tables)
         finally:
             tables.close()
+            self.has_ended = True
             self.has_come.set()
 
     def _came(self, table: pa.Table) -> pa.Table:
+        self.num_rows += table.num_rows
         self.has_come.set()
         return table
 
@@ -109,15 +112,18 @@ class _PatientReader(RowReader):
         self, source: PlannedSource, plan: Plan, streams: WatchedStreams, wait_s: float, far: PlannedSource
     ) -> None:
         super().__init__(CorpusSet([source]), plan)
-        self._streams, self._wait_s, self._far = streams, wait_s, far
+        self._streams, self._wait_s, self._far, self._num_read = streams, wait_s, far, 0
 
     @property
     def sources(self) -> tuple[PlannedSource, ...]:
         return (self._far,)
 
     def read(self, *args: Any, **options: Any) -> RowSlice:
-        self._streams.has_come.wait(self._wait_s)
-        # On a busy machine a block takes a moment, and the stream takes over once it has come as far.
+        streams = self._streams
+        if streams.has_come.wait(self._wait_s):
+            self._num_read += 1
+            wait_until(lambda: streams.has_ended or streams.num_rows > self._num_read, "the stream is ahead")
+        # On a busy machine a row takes a moment from there to the reader, and the stream takes over once it has come.
         time.sleep(1.0)
         return super().read(*args, **options)
 

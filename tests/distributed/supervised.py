@@ -119,9 +119,10 @@ class SupervisedRun:
         return agent + [self.processes[worker].pid for worker, its_node in self.nodes.items() if its_node == node]
 
     def kill_node(self, node: str) -> None:
-        """Kill all that runs on a node, its part of the peer memory included."""
-        for pid in self.pids(node):
-            os.kill(pid, signal.SIGKILL)
+        """Kill all that runs on a node at once, its part of the peer memory included."""
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in self.pids(node):
+                os.kill(pid, number)
 
     def own_processes(self) -> list[psutil.Process]:
         found = []

@@ -43,7 +43,7 @@ def listening() -> Iterator[Listener]:
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
-            self.request.settimeout(5.0)
+            self.request.settimeout(60.0)
             listener.received.append(self.request.recv(65536))
             self.request.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 

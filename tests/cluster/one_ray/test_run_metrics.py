@@ -35,8 +35,11 @@ def test_a_runs_numbers_are_among_rays_metrics(cluster: None, tmp_path: Path) ->
         metrics.export()
 
         def shown() -> str:
-            with urllib.request.urlopen(page, timeout=10) as answer:
-                return str(answer.read().decode())
+            try:
+                with urllib.request.urlopen(page, timeout=10) as answer:
+                    return str(answer.read().decode())
+            except OSError as error:
+                return str(error)
 
         names = ("step", "loss", "tokens_per_s", "goodput")
         wait_until(

@@ -32,6 +32,7 @@ from ray_ulysses.storage.place import open_folder
 from tests.breadth import fast_only
 from tests.cluster.streams import WAIT_S, Reads, WatchedStreams, executions, streamed_source, take_streamed
 from tests.local_preparation import preparing
+from tests.polling import wait_until
 from tests.s3_server import serve_s3
 from tests.unit.data.corpora import text_corpus, varied_texts, write_texts
 from tests.unit.data.plans import build_plan
@@ -201,8 +202,10 @@ def test_a_cluster_without_free_cpus_is_an_error_and_no_hang(cluster: None, corp
         list(slowly)
     # Its task still waits for CPUs. What is left of a stream when Ray is ended would start a Ray of its own.
     source.close()
-    assert executions() <= before
-    assert not [one for one in threading.enumerate() if one.name == "ray-ulysses-read-ahead"]
+    wait_until(lambda: executions() <= before, "Ray Data's threads have ended")
+    wait_until(
+        lambda: "ray-ulysses-read-ahead" not in {one.name for one in threading.enumerate()}, "nothing reads ahead"
+    )
     ray.kill(taker)
 
 

@@ -177,7 +177,8 @@ def test_without_a_terminal_only_new_events_are_printed_as_plain_lines(tmp_path)
     journal_with_one_step(tmp_path).close()
     out = io.StringIO()
     console = PlainConsole(out, width=40)
-    with ProgressView(tmp_path, name="demo", total_steps=3, console=console, interval_s=0.01) as view:
+    clock = HandClock()
+    with ProgressView(tmp_path, name="demo", total_steps=3, console=console, interval_s=0.01, clock=clock) as view:
         wait_until(out.getvalue, "something is printed")
         journal = claim_journal(tmp_path)
         journal.append(started(attempt=journal.attempt, resumed_step=1, last_step=3))

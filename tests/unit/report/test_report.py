@@ -382,9 +382,9 @@ def test_a_report_is_written_to_an_object_store(
 @pytest.mark.parametrize("num_steps", [10_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_a_report_is_small_and_fast(tmp_path: Path, num_steps: int) -> None:
     run = write_run(tmp_path / "run", num_steps)
-    began = time.monotonic()
+    began = time.process_time()
     page = render_report(run)
-    assert time.monotonic() - began < 20.0
+    assert time.process_time() - began < 20.0
     assert len(page.encode()) < 1_000_000
 
 

@@ -20,6 +20,7 @@ from ray_ulysses.run_names import TENSORBOARD_FOLDER
 from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
 from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, SampleText, StepMetrics
 from ray_ulysses.tracking.wandb_sink import WandbSink
+from tests.polling import wait_until
 from tests.unit.tracking.checkpoints import committed
 from tests.unit.tracking.tails import ScriptedTracker
 from tests.wandb_server import serve_wandb
@@ -198,8 +199,9 @@ def test_wandb_without_an_account_is_an_outage(
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     tracker = wandb_tracker(tmp_path, drain_s=3.0)
     train(tracker, range(1, 4))
+    said = "wandb is unavailable; updates wait in the run's journal"
+    wait_until(lambda: said in caplog.text, said)
     tracker.finish("stopped", 3)
-    assert "wandb is unavailable; updates wait in the run's journal" in caplog.text
     import wandb
 
     wandb.teardown()

@@ -80,7 +80,7 @@ class FakeSink(Sink):
 
 
 def make_tracker(sink, path, **changes):
-    return ScriptedTracker(sink, path, **{"drain_s": 5.0, **changes})
+    return ScriptedTracker(sink, path, **{"drain_s": 60.0, **changes})
 
 
 def log_steps(tracker, steps):
@@ -132,6 +132,7 @@ def test_an_abandoned_tracker_delivers_nothing_after_its_successor_starts(tmp_pa
     first = make_tracker(slow, tmp_path, drain_s=0.1, batch_updates=2)
     first.start()
     log_steps(first, range(1, 6))
+    wait_until(lambda: slow.calls, "a delivery begins")
     first.finish("failed")
     slow.slow.set()
     first.tail._thread.join(5)
@@ -215,20 +216,25 @@ def test_a_deleted_run_directory_is_not_created_again(tmp_path):
 def test_trackers_do_not_wait_for_each_other(tmp_path):
     away, well = FakeSink(is_away=True), FakeSink()
     trackers = [make_tracker(away, tmp_path / "a"), make_tracker(well, tmp_path / "b")]
-    begin = time.monotonic()
     for tracker in trackers:
         tracker.log(AttemptBegan(time=1.0))
     with following([tracker.tail for tracker in trackers], drain_s=0.3):
         for tracker in trackers:
             log_steps(tracker, range(1, 4))
+        wait_until(lambda: well.points() == [1, 2, 3], "what is delivered beside a tracker that is away")
+        begin = time.monotonic()
     assert time.monotonic() - begin < 10
     assert (away.points(), well.points()) == ([], [1, 2, 3])
 
 
 def test_an_outage_is_logged_once_and_retried_with_pauses(tmp_path, caplog):
     sink = FakeSink(is_away=True, reason="no route to http://me:secret@host:5000/api")
-    track(sink, tmp_path, range(1, 100), "failed", retry_s=(0.1, 0.1), drain_s=0.4)
-    assert 2 < sink.calls < 10
+    tracker, begin = make_tracker(sink, tmp_path, retry_s=(0.1, 0.1), drain_s=0.4), time.monotonic()
+    tracker.start()
+    log_steps(tracker, range(1, 100))
+    wait_until(lambda: sink.calls > 2, "a third try")
+    tracker.finish("failed")
+    assert sink.calls <= (time.monotonic() - begin) / 0.1 + 3
     assert caplog.text.count("is unavailable") == 1
     assert "http://***@host:5000/api" in caplog.text and "secret" not in caplog.text
 

@@ -38,16 +38,18 @@ class Disk:
     """A disk that can be full, or hang until a gate opens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_full, self.gate = False, threading.Event()
+        self.is_full, self.gate, self.entered = False, threading.Event(), threading.Event()
         self.gate.set()
         self._patch, self._pwrite = monkeypatch, os.pwrite
         monkeypatch.setattr(os, "pwrite", self.pwrite)
 
     def hang(self) -> None:
         self.gate.clear()
+        self.entered.clear()
         self._patch.setattr(background, "PROMPT_S", 0.05)
 
     def pwrite(self, descriptor: int, content: bytes, place: int) -> int:
+        self.entered.set()
         assert self.gate.wait(60.0)
         if self.is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -137,6 +139,7 @@ def test_the_first_step_without_a_row_read_directly_is_recorded_once(tmp_path: P
 def test_no_record_is_lost_over_a_full_disk(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     recorder = begun(tmp_path)
     train(recorder, 1, 2)
+    assert recorder._calls.wait(20.0)
     disk.is_full = True
     train(recorder, 3, 4, 5)
     recorder.checkpoint_failed(5, "full")
@@ -203,6 +206,7 @@ def test_a_storage_that_hangs_for_too_long_ends_the_attempt_by_name(
     recorder = begun(tmp_path, clock=clock)
     disk.hang()
     train(recorder, 1)
+    assert disk.entered.wait(20.0)
     clock.time += 299.0
     train(recorder, 2)
     assert recorder.storage_failure() is None
