@@ -162,7 +162,9 @@ PROVIDERS: tuple[Provider, ...] = ("aws", "gcp", "azure")
 
 
 @pytest.fixture
-def fake() -> Iterator[FakeMetadata]:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMetadata]:
+    # The service is a thread of this process, which may be slow.
+    monkeypatch.setattr(node_watch, "_TIMEOUT_S", 60.0)
     with fake_metadata() as service:
         service.gcp()
         service.azure()
@@ -179,13 +181,13 @@ def test_a_deadline_is_of_this_machines_clock_and_no_proxy_is_asked(
     monkeypatch.delenv("no_proxy", raising=False)
     service = MetadataService(provider, url=f"{fake.url}/", hints=True)
     assert service.notice() is None, "a machine that stays has none"
-    fake.clock_ahead_s = ahead_s
+    fake.clock_ahead_s, before = ahead_s, time.time()
     fake.aws_interrupts(in_s=30.0)
     fake.gcp(preempted="TRUE")
     fake.azure(fake.azure_event("Freeze"), fake.azure_event("Preempt", in_s=30.0))
     notice = service.notice()
     assert notice is not None and notice.deadline is not None and not notice.is_hint
-    assert notice.deadline - time.time() == pytest.approx(30.0, abs=5.0)
+    assert before + 28.0 <= notice.deadline <= time.time() + 32.0
 
 
 def test_a_recommendation_is_asked_for_only_where_it_matters_and_a_notice_comes_first(fake: FakeMetadata) -> None:
@@ -220,7 +222,10 @@ def test_a_token_is_asked_for_once_and_again_when_it_has_expired(fake: FakeMetad
 
 
 @pytest.mark.parametrize("provider", fast_only(PROVIDERS, "aws"))
-def test_a_service_that_is_slow_or_away_does_not_hold_the_watch(fake: FakeMetadata, provider: Provider) -> None:
+def test_a_service_that_is_slow_or_away_does_not_hold_the_watch(
+    fake: FakeMetadata, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_watch, "_TIMEOUT_S", 2.0)
     fake.drips = True
     drip = "x" * 1000
     fake.answers = dict.fromkeys(("/latest/api/token", *fake.answers), (200, drip))

@@ -208,6 +208,7 @@ def test_steps_in_peer_memory_alone_are_saved_before_the_command_ends(again: Rec
 def test_two_signals_that_close_together_are_one_and_a_later_one_or_a_lost_worker_ends_at_once(
     command: Command, monkeypatch: pytest.MonkeyPatch, ends: list[Ending]
 ) -> None:
+    monkeypatch.setattr(module, "_SAME_REQUEST_S", 3600.0)
     with command.training(STARTED, STEP) as signals:
         received(signal.SIGTERM)
         received(signal.SIGTERM)

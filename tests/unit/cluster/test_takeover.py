@@ -29,14 +29,21 @@ from ray_ulysses.supervision.supervisor import Announcement
 from tests.distributed.run_case import make_config
 from tests.polling import wait_until
 
-THEIRS, THEIR_NOTE = "lock/holder-0000002.json", '{"host": "other", "pid": 7, "since": 1700000000.0}'
+THEIR_NOTE = '{"host": "other", "pid": 7, "since": 1700000000.0}'
+
+
+def take(run_dir: Path) -> None:
+    """Take a run's claim, like a store at one stroke, in a generation that no late heartbeat reaches."""
+    note = run_dir / "lock" / "note"
+    note.write_text(THEIR_NOTE)
+    note.replace(run_dir / "lock" / "holder-0000009.json")
 
 
 def test_a_command_whose_run_was_taken_ends_while_its_workers_still_train(tmp_path: Path) -> None:
     with Claim(LocalStore(tmp_path), run="run", lease_s=1.0) as claim:
         end_if_lost([claim], tmp_path, "one")
         assert refusal(tmp_path, "one") is None
-        (tmp_path / THEIRS).write_text(THEIR_NOTE)
+        take(tmp_path)
         wait_until(lambda: claim.problem is not None, "the loss of the claim is seen")
         with pytest.raises(RunError) as ended:
             end_if_lost([claim], tmp_path, "one")
@@ -126,7 +133,7 @@ def test_workers_of_a_run_that_was_taken_are_given_up(tmp_path: Path, monkeypatc
             for number in range(1000):
                 look()
                 if number == 2:
-                    (config.run_dir / THEIRS).write_text(THEIR_NOTE)
+                    take(config.run_dir)
                     claim.beat()
                 time.sleep(0.02)
 
