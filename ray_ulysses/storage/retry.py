@@ -138,7 +138,7 @@ class Waiting:
 
     @property
     def waited_s(self) -> float:
-        """Seconds since the first failure."""
+        """Seconds since the retry time began."""
         return self._retry.clock.monotonic() - self._begun
 
     @property

@@ -25,8 +25,8 @@ def read_little(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(os, "preadv", little)
 
 
-def object_store(uri: str, *, retry_s: float = 1.0) -> ObjectStore:
-    """Return a store with the smallest parts and little retry."""
+def object_store(uri: str, *, retry_s: float = 60.0) -> ObjectStore:
+    """Return a store with the smallest parts."""
     return ObjectStore(parse_location(uri), retry_s=retry_s, part_bytes=PART_BYTES)
 
 
@@ -34,6 +34,12 @@ def object_store(uri: str, *, retry_s: float = 1.0) -> ObjectStore:
 def broken_s3(s3: S3Server, proxy: FaultyProxy, prefix: str) -> ObjectStore:
     """A store whose requests go through the proxy."""
     return object_store(s3.uri(prefix, proxy.port))
+
+
+@pytest.fixture
+def hasty_s3(s3: S3Server, proxy: FaultyProxy, prefix: str) -> ObjectStore:
+    """The same store, which is soon given up."""
+    return object_store(s3.uri(prefix, proxy.port), retry_s=1.0)
 
 
 @pytest.fixture(params=["local", "s3"])
