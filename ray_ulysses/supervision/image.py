@@ -95,6 +95,8 @@ def main(descriptor: str, module: str) -> None:
             elif one.supervisor in readable:
                 # The supervisor has ended, or wants its launcher to end.
                 one.is_wanted = False
+                # A launcher that has not yet called `setsid` is in no group of its own.
+                signal.pidfd_send_signal(one.process, signal.SIGKILL)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(one.pid, signal.SIGKILL)
         if listener in readable:

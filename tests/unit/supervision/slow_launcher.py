@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,14 +11,15 @@ import threading
 import time
 from pathlib import Path
 
-from ray_ulysses.supervision.launcher import die_with_parent, is_safe_to_fork
-from ray_ulysses.supervision.order import Exited, Order, Ready, Result, Started, Stop, receive, send
+from ray_ulysses.supervision import launcher
+from ray_ulysses.supervision.launcher import is_safe_to_fork
+from ray_ulysses.supervision.order import STACKS_SIGNAL, Exited, Order, Ready, Result, Started, Stop, receive, send
 from ray_ulysses.supervision.shared_progress import SharedProgress
 
 __all__ = ["die_with_parent", "is_safe_to_fork", "serve", "warm_up"]
 WORDS = {
     "aborts": "echo terminate called >&2; echo '  what(): no' >&2; kill -ABRT $$",
-    "waits": "trap '' USR2; echo NCCL WARN no route >&2; exec sleep 600",
+    "waits": "echo NCCL WARN no route >&2; exec sleep 600",
 }
 """What the shell runs as the child, by the host of its rank 0."""
 NOTICED = "noticed"
@@ -28,10 +30,19 @@ def warm_up() -> None:
     """Import nothing."""
 
 
+def die_with_parent(parent: int) -> None:
+    """Do as the launcher, and stop a forked process that leads no session yet where the test asks for it."""
+    launcher.die_with_parent(parent)
+    if "TEST_STOPS_EARLY" in os.environ and os.getsid(0) != os.getpid():
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def serve(orders: socket.socket, supervisor: int) -> None:
     """Serve orders until the supervisor is gone."""
     sys.stderr.write("-" * int(os.environ.get("TEST_STDERR_BYTES", "0")))
     send(orders, Ready(pid=os.getpid()))
+    # Children inherit it; a trap of the shell might come too late.
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     child: subprocess.Popen[bytes] | None = None
     while True:
         try:

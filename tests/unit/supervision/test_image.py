@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -19,8 +20,21 @@ from tests.polling import wait_until
 LAUNCHER = "tests.unit.supervision.slow_launcher"
 
 
+def _is_image(one: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):  # a zombie of another test has no command line
+        return "ray_ulysses.supervision.image" in one.cmdline()
+    return False
+
+
 def _images() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if "ray_ulysses.supervision.image" in one.cmdline()]
+    return [one for one in psutil.Process().children() if _is_image(one)]
+
+
+@pytest.fixture(params=[False, True], ids=["leads-its-session", "leads-none-yet"])
+def stops_early(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param:
+        monkeypatch.setenv("TEST_STOPS_EARLY", "1")
+    return bool(request.param)
 
 
 @pytest.fixture
@@ -57,12 +71,17 @@ def test_every_launcher_is_forked_with_the_environment_and_folder_of_its_supervi
     assert not [one for one in image.children() if one.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_stopped_launcher_ends_with_its_supervisor(image: psutil.Process) -> None:
+def test_a_stopped_launcher_ends_with_its_supervisor(stops_early: bool, image: psutil.Process) -> None:
     starts = f"import signal; from {LauncherProcess.__module__} import *; one = LauncherProcess(''); signal.pause()"
     supervisor = subprocess.Popen([sys.executable, "-c", starts])
     wait_until(image.children, "the launcher is forked")
     (launcher,) = image.children()
-    launcher.suspend()
+    if stops_early:
+        wait_until(lambda: launcher.status() == psutil.STATUS_STOPPED, "it stops")
+        assert os.getsid(launcher.pid) == image.pid
+    else:
+        wait_until(lambda: os.getsid(launcher.pid) == launcher.pid, "it leads its session")
+        launcher.suspend()
     supervisor.kill()
     supervisor.wait()
     launcher.wait(20.0)
