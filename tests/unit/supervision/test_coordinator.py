@@ -200,7 +200,10 @@ def test_every_worker_hears_of_the_nodes_that_are_drained(coordinator: Coordinat
         wait_until(lambda worker=worker: worker.hears("beat")["draining"] == {"n1": 70.0, "n2": None}, "a beat")
 
 
-def test_a_rank_that_hangs_is_named_with_every_stack_and_all_are_ended(coordinator: Coordinator, judge: Judged) -> None:
+def test_a_rank_that_hangs_is_named_with_every_stack_and_all_are_ended(
+    coordinator: Coordinator, judge: Judged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STACKS_S", 60.0)
     one, two = _both(coordinator)
     one.beats(4, idle_s=20.0)
     two.beats(3, idle_s=20.0)
@@ -261,14 +264,16 @@ def test_strangers_and_workers_of_another_group_are_not_let_in(coordinator: Coor
     assert Played(to, 0).socket.fileno() > 0
 
 
-@pytest.mark.parametrize("patched", [{"HANDSHAKE_S": 0.2}, {"MOST_PENDING": 2}], ids=["slow", "many"])
+@pytest.mark.parametrize(
+    "patched", [{"HANDSHAKE_S": 0.2}, {"MOST_PENDING": 2, "HANDSHAKE_S": 60.0}], ids=["slow", "many"]
+)
 def test_silent_strangers_are_given_up_and_supervisors_join(
-    patched: dict[str, float], coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+    patched: dict[str, float], judge: Judged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in patched.items():
         monkeypatch.setattr(authentication, name, value)
-    to = coordinator.begin({0: "n0"}, ONE)
-    with contextlib.ExitStack() as stack:
+    with contextlib.closing(coordinate(judge)) as coordinator, contextlib.ExitStack() as stack:
+        to = coordinator.begin({0: "n0"}, ONE)
         silent = [stack.enter_context(socket.create_connection((to.host, to.port), 20.0)) for _ in range(4)]
         for stranger in silent[:2]:
             assert stranger.recv(1) == b""
@@ -301,7 +306,10 @@ def test_a_rank_that_has_ended_is_not_the_one_that_the_others_wait_for(coordinat
     assert not judge.hangs and not judge.asked
 
 
-def test_the_end_of_a_generation_that_is_over_says_nothing_of_the_next(coordinator: Coordinator, judge: Judged) -> None:
+def test_the_end_of_a_generation_that_is_over_says_nothing_of_the_next(
+    coordinator: Coordinator, judge: Judged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STACKS_S", 60.0)
     one, two = _both(coordinator)
     one.ends(error={"kind": "raised", "what": "a fault"})
     assert two.hears("stop")["generation"] == 1
@@ -375,14 +383,25 @@ def test_all_supervisors_of_a_large_group_may_connect_at_once(coordinator: Coord
 
 
 def test_ranks_that_move_on_while_they_are_asked_for_stacks_are_left_alone(
-    coordinator: Coordinator, judge: Judged
+    coordinator: Coordinator, judge: Judged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    heard, hear = list[int](), HangWatch.hear
+
+    def hear_and_note(watch: HangWatch, progress: RankProgress, now: float) -> None:
+        hear(watch, progress, now)
+        heard.append(progress.step)
+
+    monkeypatch.setattr(HangWatch, "hear", hear_and_note)
+    monkeypatch.setattr(module, "_STACKS_S", 60.0)
     one, two = _both(coordinator)
     for played in (one, two):
         played.beats(4, idle_s=31.0)
     one.hears("stacks")
     for played in (one, two):
         played.beats(5)
+    wait_until(lambda: heard.count(5) == 2, "the step after")
+    # No stacks have come, and none are waited for any longer.
+    monkeypatch.setattr(module, "_STACKS_S", 0.0)
     for _ in range(3):
         one.hears("beat")
     assert not judge.hangs and not judge.asked

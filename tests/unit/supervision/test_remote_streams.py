@@ -21,11 +21,13 @@ class Counting:
 
     def __init__(self) -> None:
         self.ended: list[Any] = []
+        self.waits = threading.Event()
 
     def read(self, blocks: Any, stopped: Any) -> Generator[pa.Table, None, None]:
         ((name, count),) = blocks
         try:
             if count == 0:  # it waits for CPUs
+                self.waits.set()
                 assert stopped.wait(60)
             for number in range(count):
                 if number == 3:
@@ -84,7 +86,12 @@ def test_the_stream_of_a_child_that_is_gone_ends(served: tuple[RemoteStreams, Co
 def test_a_stream_that_waits_ends_on_request_and_with_its_child(served: tuple[RemoteStreams, Counting]) -> None:
     remote, streams = served
     stopped = threading.Event()
-    threading.Timer(0.2, stopped.set).start()
+
+    def stop() -> None:
+        assert streams.waits.wait(60)
+        stopped.set()
+
+    threading.Thread(target=stop).start()
     assert numbers(remote.read([("asked", 0)], stopped)) == []
     assert streams.ended == ["asked"]
     assert numbers(remote.read([("next", 2)], threading.Event())) == [0, 1]
