@@ -314,7 +314,9 @@ def test_the_thread_keeps_it_alive_and_ends_with_it(tmp_path: Path) -> None:
         begun = time.monotonic()
         # On a busy machine a beat may be late, and the hold is won again.
         wait_until(lambda: time.monotonic() - begun > lease_s and lease.held, "it is held beyond its time")
-    assert not any(thread.name == "claim" for thread in threading.enumerate())
+        thread = lease._thread
+    assert thread is not None
+    wait_until(lambda: not thread.is_alive(), "it ends, after a beat under way")
 
 
 _KINDS: tuple[Kind, ...] = ("create", "replace", "list", "delete", "open", "read")
