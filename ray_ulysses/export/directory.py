@@ -209,12 +209,14 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
                 f"--out={str(out)!r}: the export needs {decimal_size(num_bytes)} and a reserve of "
                 f"{decimal_size(spare)}, but only {decimal_size(free)} is free; free up space or set another --out"
             )
-        number = uuid.uuid4().hex[:8]
-        unlocked = out.parent / f".{out.name}.{number}"
-        unlocked.mkdir()
-        descriptor = lock_file(unlocked / _LOCK_FILE)
-        # Other exports sweep folders of this name, but none that is locked.
-        folder = unlocked.rename(out.parent / f"{_prefix(out)}{number}")
+        folder = out.parent / f"{_prefix(out)}{uuid.uuid4().hex[:8]}"
+        folder.mkdir()
+        descriptor = lock_file(folder / _LOCK_FILE)
+    except (BlockingIOError, FileNotFoundError) as error:
+        # The other export may have deleted this one's folder before it was locked.
+        raise RunError(
+            f"--out={str(out)!r}: another process is exporting to this directory; wait for it to finish, or stop it"
+        ) from error
     except OSError as error:
         raise RunError(
             f"--out={str(out)!r}: can't be written ({error.strerror or error}); use another directory"
@@ -245,10 +247,6 @@ def _sweep(out: Path) -> None:
     for leftover in out.parent.glob(f"{glob.escape(_prefix(out))}*"):
         try:
             descriptor = lock_file(leftover / _LOCK_FILE, out.parent)
-        except BlockingIOError as error:
-            raise RunError(
-                f"--out={str(out)!r}: another process is exporting to this directory; wait for it to finish, or stop it"
-            ) from error
         except FileNotFoundError:
             # Its export has just published or removed it.
             continue

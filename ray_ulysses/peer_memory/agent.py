@@ -150,7 +150,7 @@ class PeerMemoryAgent:
     def _counted(self, connection: socket.socket) -> Iterator[None]:
         with self._lock:
             if self._closed.is_set():
-                # close() has not seen this connection.
+                # close() has listed the connections without this one.
                 raise ConnectionAbortedError
             self._connections.add(connection)
         try:

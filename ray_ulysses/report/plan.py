@@ -23,7 +23,7 @@ _PHASES = {
 _READERS = {"ray": "in tasks of Ray Data on the workers' nodes", "local": "in the workers"}
 _MOST_SIZES = 8
 _MOST_SETS = 3
-_NO_TIME = "not predicted (needs cluster.device, GPUs, bf16, no optimizer on NVMe)"
+_NO_TIME = "not predicted (needs cluster.device, GPUs, bf16 and no NVMe optimizer)"
 _FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))
 
 

@@ -142,7 +142,10 @@ class RequestWatch:
         self._store = open_store(run_dir, retry_s=_RETRY_S)
         self._stop: StopReason | None = None
         self._notice: Notice | None = None
-        self._asks_save = self._save_taken = self._is_saved = False
+        # Times at which checkpoint requests were made: of the newest, of the one to save for, and of the one saved for.
+        self._asked: float | None = None
+        self.taken: float | None = None
+        self._saved: float | None = None
         self._is_near = isinstance(run_dir, Path)
         self._calls = BackgroundCalls("requests", tick=self._look, every_s=None if self._is_near else every_s)
         if not self._is_near:
@@ -160,17 +163,20 @@ class RequestWatch:
         return self._stop
 
     def take_save(self) -> bool:
-        """Return whether a checkpoint is requested, once until `saved` is called."""
-        takes = self._asks_save and not self._save_taken
-        self._save_taken |= takes
-        return takes
+        """Return whether there is a new checkpoint request. Its time is ``taken``."""
+        asked = self._asked
+        if asked is None or asked == self.taken:
+            return False
+        self.taken = asked
+        return True
 
-    def saved(self) -> None:
-        """Delete the request that was taken, because its checkpoint is committed. Any thread may call this method.
+    def saved(self, taken: float) -> None:
+        """Delete a request after the commit of its checkpoint, unless a newer one has replaced it.
 
-        Until then, the request remains valid for the attempt after this one, which may have to serve it.
+        Until then, the file remains, so that the next attempt serves the request if this one fails. Any thread may call
+        this method.
         """
-        self._is_saved = True
+        self._saved = taken
         self._calls.ask(self._look)
 
     def notice(self) -> Notice | None:
@@ -193,11 +199,22 @@ class RequestWatch:
         self._stop = (stop or self._stop) if STOP_FILE in names else None
         notice = preemption_noticed(self._run_dir) if NOTICE_FILE in names else None
         self._notice = (notice or self._notice or Notice()) if NOTICE_FILE in names else None
-        self._asks_save = SAVE_FILE in names and not self._is_saved
-        if self._is_saved:
+        asked = self._asked_at() if SAVE_FILE in names else None
+        if asked is not None and asked == self._saved:
             with contextlib.suppress(OSError):
                 self._store.delete_files([SAVE_FILE])
-                self._is_saved = self._save_taken = False
+                asked = None
+        self._asked = asked
+        if asked is None:
+            # In an object store, another request within the same second has the same time.
+            self.taken = self._saved = None
+
+    def _asked_at(self) -> float:
+        try:
+            return self._store.modified_at(SAVE_FILE)
+        except OSError:
+            # It is a request all the same.
+            return 0.0
 
 
 def _read(run_dir: Place, key: str) -> str:

@@ -138,7 +138,7 @@ class Waiting:
 
     @property
     def waited_s(self) -> float:
-        """Seconds since the retry time began."""
+        """Seconds since this object was created."""
         return self._retry.clock.monotonic() - self._begun
 
     @property

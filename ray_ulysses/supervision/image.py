@@ -95,7 +95,7 @@ def main(descriptor: str, module: str) -> None:
             elif one.supervisor in readable:
                 # The supervisor has ended, or wants its launcher to end.
                 one.is_wanted = False
-                # A launcher that has not yet called `setsid` is in no group of its own.
+                # Before a launcher has called `setsid`, killpg does not reach it.
                 signal.pidfd_send_signal(one.process, signal.SIGKILL)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(one.pid, signal.SIGKILL)

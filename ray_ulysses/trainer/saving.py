@@ -204,7 +204,8 @@ class CheckpointKeeper:
         # Reason and start time of a save that is waiting for a free buffer.
         self._postponed: tuple[Reason, float] | None = None
         self.requests = RequestWatch(config.run_dir, worker.session) if worker.rank == 0 else None
-        self._requested_step = math.inf
+        # Step and time of the checkpoint request that was taken.
+        self._requested: tuple[int, float] | None = None
         self._notices = NoticeWatch(worker, self.requests)
         self._is_reserved = False
         self._no_room: CheckpointError | None = None
@@ -277,8 +278,8 @@ class CheckpointKeeper:
             if flags.notice:
                 notice = self._notices.notice
                 self._recorder.preemption_noticed(step, notice.deadline if notice is not None else None)
-        if flags.save_requested:
-            self._requested_step = step
+        if flags.save_requested and self.requests is not None and self.requests.taken is not None:
+            self._requested = step, self.requests.taken
         reason = due(
             self._config.checkpoint, flags, step=step, taken_step=self._taken_step, last_step=last_step,
             ends_stage=self._ends_stage,
@@ -312,17 +313,15 @@ class CheckpointKeeper:
         If ``is_in_memory`` is set, the next attempt resumes from peer memory, so this method waits only if ``error``
         ends the run.
         """
-        if self.requests is not None:
-            self.requests.close()
-        if not self._saver.is_saving or (is_in_memory and not isinstance(error, UserError | FinalError)):
-            self._saver.close(ABANDON_TIMEOUT_S)
-            return
-        if not is_consequence(error):
+        waits = self._saver.is_saving and (not is_in_memory or isinstance(error, UserError | FinalError))
+        if waits and not is_consequence(error):
             _log.warning(
                 "the attempt has failed (%s); waiting up to %.0f s for the checkpoint of step %d to be written",
                 one_line(error), CLOSE_TIMEOUT_S, self._taken_step,
             )  # fmt: skip
-        self._saver.close(CLOSE_TIMEOUT_S)
+        self._saver.close(CLOSE_TIMEOUT_S if waits else ABANDON_TIMEOUT_S)
+        if self.requests is not None:
+            self.requests.close()
 
     def _reserve(self, intervals: Sequence[HeldInterval]) -> None:
         try:
@@ -413,9 +412,10 @@ class CheckpointKeeper:
         self.committed.append((saved.ref.step, saved.ref.folder))
         if self._worker.rank == 0:
             self._recorder.checkpoint_committed(saved)
-            if self.requests is not None and saved.ref.step >= self._requested_step:
-                self._requested_step = math.inf
-                self.requests.saved()
+            requested = self._requested
+            if self.requests is not None and requested is not None and saved.ref.step >= requested[0]:
+                self._requested = None
+                self.requests.saved(requested[1])
             try:
                 for step in self._retention.apply(saved.ref):
                     self._recorder.checkpoint_deleted(step)

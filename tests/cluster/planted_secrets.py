@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,8 +22,9 @@ def plant() -> dict[str, str]:
 def files_with(secrets: Mapping[str, str], *folders: Path) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     num_read = 0
-    for path in (path for folder in folders for path in folder.rglob("*")):
-        # Ray's agents may still remove files.
+    # Ray's agents may still remove folders and files.
+    walks = itertools.chain.from_iterable(map(os.walk, folders))
+    for path in (Path(folder) / name for folder, _, files in walks for name in files):
         with contextlib.suppress(FileNotFoundError):
             if not path.is_file() or path.is_symlink():
                 continue

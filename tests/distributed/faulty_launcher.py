@@ -196,7 +196,7 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     torch.set_num_threads = lambda _: None
     if "WAITS_FOR_COPIES" in os.environ:
-        # Where copies are slow, states are saved less often, and a loss costs more steps.
+        # These tests count lost steps. That slow copies are made less often has tests of its own.
         saving._ALLOWED_STALL_S = 1.0
     make_worker = child._worker
     child._worker = lambda *given: faulty(make_worker(*given), folder, pace_s)

@@ -32,7 +32,7 @@ import pytest
 from ray_ulysses.parallel.gpu_environment import shared_gpu_environment
 
 Device = Literal["cpu", "cuda"]
-DEFAULT_TIMEOUT_S = 200.0
+DEFAULT_TIMEOUT_S = 90.0
 GRACE_S = 30.0
 PRELOAD = (
     "torch",
@@ -212,7 +212,7 @@ def _environment(device: Device) -> Iterator[None]:
 
 
 def _collect(processes: list[Any], connections: list[Connection], folder: Path, timeout_s: float) -> list[RankOutcome]:
-    """Wait for every rank; after the first failure the others have a few seconds, then they are killed."""
+    """Wait for every rank; after the first failure the others have `GRACE_S`, then they are killed."""
     outcomes: dict[int, RankOutcome] = {}
     deadline = time.monotonic() + timeout_s
     while len(outcomes) < len(processes):

@@ -104,6 +104,15 @@ def _events(config: Config, kind: str) -> list[Any]:
     return [event for event in read_events(config.run_dir) if event.event == kind]
 
 
+def test_the_next_attempt_serves_a_request_whose_attempt_died_before_the_commit(tmp_path: Path, corpus: Path) -> None:
+    config = _config(tmp_path, corpus, checkpoint__every_steps=None)
+    train_to_death(config, "one", (0, "save", 3), actions={2: "request save"})
+    assert committed_steps(LocalStore(config.run_dir)) == ()
+    train(config, "two")
+    assert [reason for _, reason in sorted(_reasons(config).items())] == ["request", "end"]
+    assert not (config.run_dir / SAVE_FILE).exists()
+
+
 def test_every_trigger_saves_and_says_so(tmp_path: Path, corpus: Path) -> None:
     config = _config(tmp_path, corpus, checkpoint__every_steps=5, run__self_test=True)
     history = _run(config, actions={2: "request save", 7: "notice", 8: "notice over"})

@@ -191,7 +191,7 @@ def _take_save_request(folder: Path) -> None:
     watch = RequestWatch(folder, "again")
     watch.look()
     watch.take_save()
-    watch.saved()
+    watch.saved(watch.taken or 0.0)
     assert watch._calls.wait(20.0)
     watch.close()
 

@@ -202,10 +202,11 @@ def test_a_cluster_without_free_cpus_is_an_error_and_no_hang(cluster: None, corp
         list(slowly)
     # Its task still waits for CPUs. What is left of a stream when Ray is ended would start a Ray of its own.
     source.close()
-    wait_until(lambda: executions() <= before, "Ray Data's threads have ended")
+    ends = {"ray-ulysses-read-ahead"}
     wait_until(
-        lambda: "ray-ulysses-read-ahead" not in {one.name for one in threading.enumerate()}, "nothing reads ahead"
-    )
+        lambda: executions() <= before and ends.isdisjoint(one.name for one in threading.enumerate()),
+        "the end of what was started", timeout_s=10.0,
+    )  # fmt: skip
     ray.kill(taker)
 
 

@@ -227,27 +227,19 @@ def test_an_export_is_not_written_through_a_link_in_the_run(tmp_path: Path) -> N
     refuse_place(tmp_path / "run-link/export/step-00000008", [run], tmp_path / "run-link/export")
 
 
-@pytest.mark.parametrize("does", ["sweeps", "has ended"])
-def test_exports_that_begin_or_end_meanwhile_do_not_disturb_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str
-) -> None:
-    out, leftover, lock_file, was_asked = tmp_path / "out", tmp_path / ".out.exporting-1", directory.lock_file, []
-    leftover.mkdir()
+def test_exports_that_begin_and_end_meanwhile_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, leftover, lock_file = tmp_path / "out", tmp_path / ".out.exporting-1", directory.lock_file
 
-    def while_another(path: Path, *within: Path) -> int:
-        if not was_asked:
-            was_asked.append(path)
-            if does == "sweeps":
-                directory._sweep(out)
-            else:
-                leftover.rmdir()
+    def once_deleted(path: Path, *within: Path) -> int:
+        path.parent.rmdir()
         return lock_file(path, *within)
 
-    if does == "sweeps":
-        leftover.rmdir()
-    monkeypatch.setattr(directory, "lock_file", while_another)
-    with unpublished(out, 10) as folder:
-        assert (folder.name.startswith(".out.exporting-"), was_asked != []) == (True, True)
+    monkeypatch.setattr(directory, "lock_file", once_deleted)
+    with refuses(RunError, "another process is exporting to this directory"):
+        publish(out)
+    leftover.mkdir()
+    directory._sweep(out)
+    assert names(tmp_path) == []
 
 
 def test_a_name_with_brackets_is_locked_and_cleaned_like_any_other(tmp_path: Path) -> None:

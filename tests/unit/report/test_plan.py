@@ -155,7 +155,7 @@ def test_fill_and_padding_have_the_right_denominators():
 
 def test_the_step_time_is_broken_down_and_the_run_is_priced():
     corpus = make_corpus([64] * 9)
-    assert "\ntime: not predicted (needs cluster.device, GPUs, bf16, no optimizer on NVMe)\n" in text_of(
+    assert "\ntime: not predicted (needs cluster.device, GPUs, bf16 and no NVMe optimizer)\n" in text_of(
         make_config(), corpus
     )
     config = make_config(cluster={"workers": 4, "gpus_per_worker": 1, "device": "H100"}, model={"dtype": "bf16"})

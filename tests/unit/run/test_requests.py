@@ -61,26 +61,50 @@ def test_an_odd_request_file_stops_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert preemption_noticed(tmp_path) == (None if kind == "stale" else Notice())
 
 
-def test_a_request_to_save_is_taken_once_by_each_attempt_until_its_checkpoint_is_committed(
+def test_each_attempt_takes_a_request_to_save_once_until_its_checkpoint_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request_save(tmp_path)
-    (tmp_path / SAVE_FILE).write_text("written by a person")
-    for _ in range(2):
-        # The attempt before it has ended without a checkpoint.
-        watch = RequestWatch(tmp_path, "now")
-        for expected in (True, False, False):
-            watch.look()
-            assert watch.take_save() == expected
+    monkeypatch.setattr(background, "PROMPT_S", 60.0)
+    for content in ("", "written by a person"):
+        (tmp_path / SAVE_FILE).write_text(content)
+        # The first attempt fails before the commit.
+        for watch in (RequestWatch(tmp_path, "now"), RequestWatch(tmp_path, "now")):
+            for expected in (True, False, False):
+                watch.look()
+                assert watch.take_save() == expected
+            watch.close()
+    watch = RequestWatch(tmp_path, "now")
+    watch.look()
+    assert watch.take_save()
     delete, tries = LocalStore.delete_files, Mock(side_effect=[OSError(errno.EIO, "the store failed"), None])
     monkeypatch.setattr(LocalStore, "delete_files", lambda self, keys: tries() or delete(self, keys))
-    watch.saved()
-    wait_until(lambda: tries.call_count == 1, "the first try to delete it")
+    watch.saved(watch.taken or 0.0)
+    assert watch._calls.wait(60.0) and tries.call_count == 1
     watch.look()
     assert not watch.take_save() and not (tmp_path / SAVE_FILE).exists()
     request_save(tmp_path)
     watch.look()
     assert watch.take_save()
+    watch.close()
+
+
+def test_a_request_to_save_that_is_made_during_the_save_for_another_is_served_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "PROMPT_S", 60.0)
+    watch = RequestWatch(tmp_path, "now")
+    for made_at in (100, 200, 300):
+        request_save(tmp_path)
+        os.utime(tmp_path / SAVE_FILE, (made_at, made_at))
+        # The save for the request before this one ends before this request is seen, or afterwards.
+        if made_at == 200:
+            watch.saved(100.0)
+        watch.look()
+        assert watch.take_save() and watch.taken == made_at
+        if made_at == 300:
+            watch.saved(200.0)
+        watch.look()
+        assert not watch.take_save() and (tmp_path / SAVE_FILE).exists()
     watch.close()
 
 
@@ -116,12 +140,14 @@ def test_in_an_object_store_a_thread_looks_for_the_requests(s3: S3Server, prefix
     request_save(place)
     watch = RequestWatch(place, "now", every_s=3600.0)
     wait_until(lambda: watch.take_save(), "what was requested before", timeout_s=20)
+    watch.saved(watch.taken or 0.0)
+    wait_until(lambda: SAVE_FILE not in open_store(place).root_names(), "its end", timeout_s=20)
     watch.close()
     watch = RequestWatch(place, "now", every_s=0.02)
     assert watch.stop() is None and watch.notice() is None and not watch.take_save()
     request_save(place)
     wait_until(lambda: watch.take_save(), "the request to save", timeout_s=20)
-    watch.saved()
+    watch.saved(watch.taken or 0.0)
     wait_until(lambda: SAVE_FILE not in open_store(place).root_names(), "its end", timeout_s=20)
     assert not watch.take_save()
     open_store(place).replace(NOTICE_FILE, [b"1700000000"])

@@ -126,7 +126,7 @@ def _lease(config: Config) -> Iterator[None]:
 _PHASES: dict[str, tuple[Callable[[Config], None], int, set[str], set[int]]] = {
     # What it does, its most requests, what stands in the journal afterwards, and the cases of `make test`.
     "start": (_start, 24, {"begun"}, {16}),
-    "resume": (_resume, 46, {"begun", "resumed", "waits"}, {24}),
+    "resume": (_resume, 44, {"begun", "resumed", "waits"}, {24}),
     "end": (_end, 20, {"begun", "it failed"}, {9}),
 }
 Begin = Callable[[str], None]

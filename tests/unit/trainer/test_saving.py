@@ -22,6 +22,8 @@ from ray_ulysses.clock import SystemClock
 from ray_ulysses.config.running import CheckpointSection
 from ray_ulysses.errors import FinalError, PeerError, RunError
 from ray_ulysses.run.requests import request_save
+from ray_ulysses.run_names import SAVE_FILE
+from ray_ulysses.storage import background
 from ray_ulysses.trainer import saving
 from ray_ulysses.trainer.saving import CheckpointKeeper, Reason, due, retry_pause_s, steps_apart, time_is_up
 from ray_ulysses.trainer.step import Flags, with_requests
@@ -185,18 +187,49 @@ def test_a_postponed_save_comes_later(attempt: Attempt, ready: None, said: pytes
     assert attempt.keeper._saver.wait(20.0) and committed_steps(attempt.store)[-2:] == (23, 25)
 
 
-def test_a_request_remains_until_a_state_of_its_step_or_a_later_one_is_committed(attempt: Attempt, ready: None) -> None:
-    keeper, committed = attempt.keeper, []
-    assert keeper.requests is not None
+@pytest.mark.parametrize("is_busy", [False, True], ids=["at once", "later"])
+def test_a_request_remains_until_a_state_of_its_step_or_a_later_one_is_committed(
+    attempt: Attempt, ready: None, monkeypatch: pytest.MonkeyPatch, is_busy: bool
+) -> None:
+    monkeypatch.setattr(background, "PROMPT_S", 60.0)
+    keeper, committed, run_dir = attempt.keeper, [], attempt.keeper._config.run_dir
+    assert keeper.requests is not None and isinstance(run_dir, Path)
     keeper._is_reserved = True
-    keeper._config.run_dir.mkdir()
-    request_save(keeper._config.run_dir)
-    with patch.object(keeper.requests, "saved", lambda: committed.append(committed_steps(attempt.store))):
-        attempt.step(8)
-        attempt.step(9)
+    run_dir.mkdir()
+    if is_busy:
+        # Step 7 is being saved, and step 10 uses the second buffer.
+        attempt.step(10)
+    request_save(run_dir)
+    saved = keeper.requests.saved
+    with patch.object(keeper.requests, "saved", lambda taken: committed.append(saved(taken) or keeper._taken_step)):
+        attempt.step(11)
         attempt.gate.set()
         assert keeper._saver.wait(20.0)
-    assert committed == [(7, 8)]
+        attempt.step(12)
+        assert keeper._saver.wait(20.0)
+    # A request at step 11 has to wait for a buffer, until step 12.
+    assert committed == [12 if is_busy else 11] and 12 - is_busy not in committed_steps(attempt.store)
+    keeper.requests.close()
+    assert not (run_dir / SAVE_FILE).exists()
+
+
+def test_a_request_is_over_if_its_checkpoint_is_committed_while_its_attempt_ends(
+    attempt: Attempt, ready: None, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "PROMPT_S", 60.0)
+    run_dir = attempt.keeper._config.run_dir
+    assert isinstance(run_dir, Path)
+    attempt.keeper._is_reserved = True
+    run_dir.mkdir()
+    request_save(run_dir)
+    attempt.step(8)
+    ending = threading.Thread(target=attempt.keeper.abandon, args=(RunError("it"),), kwargs={"is_in_memory": False})
+    ending.start()
+    wait_until(lambda: "has failed" in said.text, "the failure is reported")
+    assert (run_dir / SAVE_FILE).exists()
+    attempt.gate.set()
+    ending.join(20.0)
+    assert committed_steps(attempt.store) == (7, 8) and not (run_dir / SAVE_FILE).exists()
 
 
 def test_training_does_not_wait_for_the_memory_of_a_copy(
