@@ -25,17 +25,15 @@ help:  ## Show this list
 
 install: $(STAMP)  ## Make the environment in .venv, without the tools of tests
 
-$(BIN)/python:
-	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found: install one, or set PYTHON" >&2; exit 2; }
-	@$(PYTHON) -m venv $(VENV)
-
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found: install one, or set PYTHON" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e . -c constraints.txt
 	@touch $@
 
-$(TESTS): pyproject.toml constraints.txt | $(BIN)/python
+$(TESTS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]' -c constraints.txt
-	@touch $(STAMP) $@
+	@touch $@
 
 demo: $(STAMP)  ## Prepare, plan and train a small model on this machine's CPU, in a few minutes
 	$(BIN)/ray-ulysses prepare "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" \
