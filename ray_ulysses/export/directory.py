@@ -211,9 +211,12 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
             )
         folder = out.parent / f"{_prefix(out)}{uuid.uuid4().hex[:8]}"
         folder.mkdir()
-        descriptor = lock_file(folder / _LOCK_FILE)
-    except (BlockingIOError, FileNotFoundError) as error:
-        # The other export may have deleted this one's folder before it was locked.
+        try:
+            descriptor = lock_file(folder / _LOCK_FILE)
+        except FileNotFoundError as error:
+            # Another export has deleted the folder, because it was not locked yet.
+            raise BlockingIOError from error
+    except BlockingIOError as error:
         raise RunError(
             f"--out={str(out)!r}: another process is exporting to this directory; wait for it to finish, or stop it"
         ) from error

@@ -142,7 +142,7 @@ class RequestWatch:
         self._store = open_store(run_dir, retry_s=_RETRY_S)
         self._stop: StopReason | None = None
         self._notice: Notice | None = None
-        # Times at which checkpoint requests were made: of the newest, of the one to save for, and of the one saved for.
+        # Times of the newest checkpoint request, of the last one taken, and of the last one whose save is committed.
         self._asked: float | None = None
         self.taken: float | None = None
         self._saved: float | None = None
@@ -163,7 +163,7 @@ class RequestWatch:
         return self._stop
 
     def take_save(self) -> bool:
-        """Return whether there is a new checkpoint request. Its time is ``taken``."""
+        """Take a new checkpoint request, and return whether there was one; ``taken`` is its time."""
         asked = self._asked
         if asked is None or asked == self.taken:
             return False
@@ -173,8 +173,8 @@ class RequestWatch:
     def saved(self, taken: float) -> None:
         """Delete a request after the commit of its checkpoint, unless a newer one has replaced it.
 
-        Until then, the file remains, so that the next attempt serves the request if this one fails. Any thread may call
-        this method.
+        Until then, the file remains, so that the next attempt serves the request if this one fails. In an object store,
+        a newer request within the same second is deleted with it. Any thread may call this method.
         """
         self._saved = taken
         self._calls.ask(self._look)
@@ -206,15 +206,17 @@ class RequestWatch:
                 asked = None
         self._asked = asked
         if asked is None:
-            # In an object store, another request within the same second has the same time.
+            # Forget the times: in an object store, a later request within the same second has the same time.
             self.taken = self._saved = None
 
-    def _asked_at(self) -> float:
+    def _asked_at(self) -> float | None:
         try:
             return self._store.modified_at(SAVE_FILE)
+        except FileNotFoundError:
+            return None
         except OSError:
-            # It is a request all the same.
-            return 0.0
+            # A file that can't be read is a request all the same.
+            return self._asked or 0.0
 
 
 def _read(run_dir: Place, key: str) -> str:

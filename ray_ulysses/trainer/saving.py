@@ -278,8 +278,9 @@ class CheckpointKeeper:
             if flags.notice:
                 notice = self._notices.notice
                 self._recorder.preemption_noticed(step, notice.deadline if notice is not None else None)
-        if flags.save_requested and self.requests is not None and self.requests.taken is not None:
-            self._requested = step, self.requests.taken
+        taken = None if self.requests is None else self.requests.taken
+        if flags.save_requested and taken is not None:
+            self._requested = step, taken
         reason = due(
             self._config.checkpoint, flags, step=step, taken_step=self._taken_step, last_step=last_step,
             ends_stage=self._ends_stage,

@@ -227,7 +227,9 @@ def test_an_export_is_not_written_through_a_link_in_the_run(tmp_path: Path) -> N
     refuse_place(tmp_path / "run-link/export/step-00000008", [run], tmp_path / "run-link/export")
 
 
-def test_exports_that_begin_and_end_meanwhile_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_may_lose_its_folder_to_another_that_begins_or_find_one_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, leftover, lock_file = tmp_path / "out", tmp_path / ".out.exporting-1", directory.lock_file
 
     def once_deleted(path: Path, *within: Path) -> int:
