@@ -33,6 +33,7 @@ from ray_ulysses.parallel.gpu_environment import shared_gpu_environment
 
 Device = Literal["cpu", "cuda"]
 DEFAULT_TIMEOUT_S = 90.0
+# Longer than the 20 s for which a rank may complete a checkpoint after another has failed.
 GRACE_S = 30.0
 PRELOAD = (
     "torch",

@@ -110,7 +110,7 @@ def test_a_failing_create_ends(
     begun = time.monotonic()
     with pytest.raises(OSError) as refused:
         hasty_s3.create("manifest.json", [b"{}"])
-    # 0.5 s of retry by obstore and by the store each, at most one pause beyond them, and one more look.
+    # 1 s of retry, at most one pause beyond it, and one more look.
     assert time.monotonic() - begun < 8 and "127.0.0.1" not in str(refused.value)
     proxy.heal()
     assert not _has_objects(s3, prefix)
