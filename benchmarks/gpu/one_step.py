@@ -31,6 +31,7 @@ from benchmarks.gpu.kernel_classes import profiled
 from ray_ulysses import SequenceMesh, apply_ulysses, shard_batch
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine import model as engine_model
+from ray_ulysses.engine.fused_norms import fuse_norms
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.zero import ZeroSettings, build_engine, partition_config, prepare_process
 from ray_ulysses.model_shape import ModelShape
@@ -84,7 +85,7 @@ def config_of(case: dict[str, Any]) -> Any:
     return parse_config(
         {
             "run": {"name": "step", "storage": "/nowhere", "stop_step": 1},
-            "model": {"init": "random", "dtype": "bf16", "config": case["model"]},
+            "model": {"init": "random", "dtype": "bf16", "config": case["model"], **case.get("changes", {})},
             "data": {"path": "none", "context_tokens": case["context"], "rows_per_step": case["sp"]},
             "parallel": {"sp_size": case["sp"]},
             "optimizer": {"lr": 1e-4},
@@ -151,6 +152,8 @@ def build(case: dict[str, Any]) -> tuple[Any, Step]:
     mesh = SequenceMesh.from_group(dist.group.WORLD)
     if is_ours:
         apply_ulysses(model, mesh, attention=case.get("kernel", "auto"))
+        if config.model.fused_norms:
+            fuse_norms(model)
     model = build_engine(model, settings) if case["engine"] else model.to(device)
     model.train()
     row = torch.randint(0, case["model"]["vocab_size"], (1, case["context"]), device=device)

@@ -168,20 +168,27 @@ def recovered(lease: Lease) -> list[Found]:
 
 
 def elementwise(lease: Lease) -> list[Found]:
-    """Measure packed rows of 32k and one row of 131k, in another tree before and in this one after, in turn."""
+    """Measure packed rows of 32k and one row of 131k, without and with what saves element-wise work, in turn.
+
+    With another tree of this project, that tree is measured first.
+    """
     found = []
-    trees = {"before": lease.before, "after": REPOSITORY}
+    ways: list[tuple[str, Path | None, dict[str, Any]]] = [
+        ("another tree", lease.before, {}),
+        ("Transformers' norms", REPOSITORY, {"fused_norms": False}),
+        ("fused norms", REPOSITORY, {}),
+    ]
     for benchmark, name in (
         (STEP, "32k, documents around 4,000: ours:kernel"),
         (RECIPE, "131k, kept in host memory: ours"),
     ):
         case = next(one for one in benchmark.cases if case_name(one) == name)
-        for when, tree in trees.items():
+        for way, tree, changes in ways:
             if tree is None:
                 continue
             script = str(tree / "benchmarks" / "gpu" / benchmark.script)
-            one = lease.measure(tiny(case) if lease.is_tiny else case, script, lease.left_s)
-            found.append({"what": f"{when}: {name}", "result": _words(one), "holds": "failure" not in one, "case": one})
+            one = lease.measure({**(tiny(case) if lease.is_tiny else case), "changes": changes}, script, lease.left_s)
+            found.append({"what": f"{way}: {name}", "result": _words(one), "holds": "failure" not in one, "case": one})
     return found
 
 
@@ -221,7 +228,7 @@ ITEMS: dict[str, Item] = {
             run_tests("tests/gpu/test_groups_gpu.py", "tests/gpu/test_diagnostics_gpu.py", limit_s=120.0),
         ),
     ),
-    "P5": Item(about="element-wise work: before and after, in one call", parts=(elementwise,)),
+    "P5": Item(about="element-wise work: without and with fused norms, in one call", parts=(elementwise,)),
     "P6a": Item(about="1M: steps of 12 of 36 layers", parts=(cases_of(RECIPE, "1M, 12 of 36 layers"),)),
     "P6b": Item(about="1M: a whole step", parts=(cases_of(RECIPE, "1M, kept in host memory: ours"),)),
     "P6c": Item(

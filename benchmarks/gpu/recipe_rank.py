@@ -31,6 +31,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine import model as engine_model
 from ray_ulysses.engine.activation_offload import offload_activations
+from ray_ulysses.engine.fused_norms import fuse_norms
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import ZeroSettings, build_engine, prepare_process
@@ -69,7 +70,7 @@ def make_config(case: dict[str, Any]) -> Config:
     return parse_config(
         {
             "run": {"name": "recipe", "storage": "/nowhere", "stop_step": 1},
-            "model": {"init": "random", "dtype": "bf16", "config": case["model"]},
+            "model": {"init": "random", "dtype": "bf16", "config": case["model"], **case.get("changes", {})},
             "data": {"path": "none", "context_tokens": case["context"], "rows_per_step": 1},
             "parallel": {"sp_size": case["sp"]},
             "optimizer": {"lr": 1e-5},
@@ -83,6 +84,8 @@ def make_config(case: dict[str, Any]) -> Config:
 def prepare_ours(model: Any, config: Config, shape: ModelShape, mesh: SequenceMesh, device: torch.device) -> None:
     """Change the model as the training loop does."""
     apply_ulysses(model, mesh, attention=config.model.attention, head_groups=config.memory.attention_head_groups)
+    if config.model.fused_norms:
+        fuse_norms(model)
     tile_mlps(model, mlp_tile(config))
     offload_activations(
         model,

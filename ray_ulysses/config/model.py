@@ -208,6 +208,11 @@ class ModelSection(Section):
     """Attention kernel. The table in `docs/how-it-works.md` lists each kernel's requirements and limits. Default
     `auto`: for each layer, the fastest available kernel that computes it exactly."""
 
+    fused_norms: Annotated[bool, free("both kinds agree within rounding")] = True
+    """Whether RMS norms on a GPU run in PyTorch's fused kernel, which reads its input once, makes no fp32 copies, and
+    in bf16 rounds once instead of twice. Norms that multiply by `1 + weight`, such as Gemma's, and all norms on a CPU
+    run as in Transformers. Default true. Not yet tested on a GPU."""
+
     compile: Annotated[bool, free("compiled layers sum in a different order")] = False
     """Whether to compile each decoder layer with `torch.compile`, which helps with short rows and large layers. Measure
     the gain: a small model on a CPU gains almost nothing, and the gain on GPUs has not been measured. Requires

@@ -255,9 +255,12 @@ def trace_parameters_only(engine: Any) -> None:
 
 def _optimizer(groups: list[dict[str, Any]], settings: ZeroSettings) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+    # On a GPU, one kernel updates all elements without temporaries, and steps are counted on the device. On a CPU, the
+    # fused update rounds a tensor's last elements differently, so results would depend on the world size.
+    fused = (settings.offload_optimizer == "none" and torch.cuda.is_available()) or None
     if settings.kind == "muon":
         dtype = torch.float32 if settings.dtype == "fp32" else torch.bfloat16
-        return MuonAdamW(groups, dtype=dtype, **options)
+        return MuonAdamW(groups, dtype=dtype, fused=fused, **options)
     if settings.kind == "adamw_bf16_moments":
         return AdamWBf16Moments(groups, seed=settings.seed, **options)
     if settings.offload_optimizer != "none" and torch.cuda.is_available():
@@ -265,7 +268,7 @@ def _optimizer(groups: list[dict[str, Any]], settings: ZeroSettings) -> torch.op
 
         offloaded: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
         return offloaded
-    return torch.optim.AdamW(groups, **options)
+    return torch.optim.AdamW(groups, fused=fused, **options)
 
 
 LOCK_FILE = "in-use"

@@ -90,14 +90,14 @@ def import_state(engine: Any, description: StateDescription, fill: Callable[[Seq
     untrained = tuple(untrained_parts(tensors, view, is_writing=True))
     for group in view.resident_groups:
         with view.swapped_in(group, is_writing=True):
-            _make_optimizer_state(view, group, moments, description.optimizer_step)
+            make_optimizer_state(view, group, moments, description.optimizer_step)
             fill((*stepped_parts(tensors, view, group, moments), *untrained))
         untrained = ()
     restore_counters(engine, description)
     view.finish()
 
 
-def _make_optimizer_state(view: PartitionView, group: Sequence[int], moments: Moments, step: int) -> None:
+def make_optimizer_state(view: PartitionView, group: Sequence[int], moments: Moments, step: int) -> None:
     """Allocate zeroed state tensors in the inner optimizer, which has no state before the first step."""
     is_torch = isinstance(view.inner, torch.optim.Adam)
     for number in group:
@@ -108,8 +108,10 @@ def _make_optimizer_state(view: PartitionView, group: Sequence[int], moments: Mo
         state: dict[str, Any] = {
             name: torch.zeros_like(flat.data, dtype=dtype) for name, dtype in moments.of_flat(number).items()
         }
-        # torch's Adam counts steps in a tensor on the host, DeepSpeed's in an int.
-        state["step"] = torch.tensor(float(step), dtype=torch.float32) if is_torch else step
+        # torch's Adam counts steps in a tensor, which is on the device if the update is fused; DeepSpeed's in an int.
+        is_fused = is_torch and view.inner.param_groups[view.group_of_flat(number)]["fused"]
+        device = flat.device if is_fused else "cpu"
+        state["step"] = torch.tensor(float(step), dtype=torch.float32, device=device) if is_torch else step
         view.inner.state[flat] = state
 
 

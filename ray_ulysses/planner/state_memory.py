@@ -144,7 +144,8 @@ def device_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool, 
         )
         terms.append(always("weights, secondary", -(-sharing.weight_bytes(shape) // sharing.secondary_size), text))
     if sharing.offload == "none":
-        terms += [*_optimizer(shape, sharing), _update(shape, sharing, has_device=has_device)]
+        update = _update(shape, sharing, has_device=has_device)
+        terms += [*_optimizer(shape, sharing), *([update] if update.bytes else [])]
     gradients = _device_gradients(shape, sharing)
     if gradients is not None:
         terms.append(gradients)
@@ -309,10 +310,11 @@ def _gathered(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
 def _update(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> MemoryTerm:
     """Return the memory term for the optimizer update's temporaries. Only stage 3 updates one sub-group at a time."""
     muon, most = sharing.by_muon(shape), _SUB_GROUP - (-shape.embedding_parameters // sharing.world_size)
-    each, count, times = _each(shape, sharing), sharing.trained(shape) - muon, 1 if has_device else 2
+    # On a device, the update is fused.
+    each, count, times = _each(shape, sharing), sharing.trained(shape) - muon, 0 if has_device else 2
     if muon:
         each = f"{count:,} parameters per rank that AdamW trains"
-    text = "the square root of the variance" + " and a copy of it" * (not has_device)
+    what = [] if has_device else ["the square root of the variance and a copy of it"]
     if sharing.moments == "bf16":
         largest = -(-_largest_tensor(shape) // (sharing.world_size if sharing.stage == 3 else 1))
         chunk = min(count, largest, BF16_MOMENTS_CHUNK)
@@ -323,8 +325,9 @@ def _update(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> Me
         return term("temporaries of AdamW", size, "update", text)
     if sharing.stage == 3:
         count, times = min(count, most), times + 1
-        each, text = f"{count:,} parameters (sub_group_size)", f"a flat copy of the gradients, and {text}"
-    adamw = term("temporaries of AdamW", count * times * FP32_BYTES, "update", f"{each} x {times} x 4 bytes: {text}")
+        each, what = f"{count:,} parameters (sub_group_size)", ["a flat copy of the gradients", *what]
+    text = f"{each} x {times} x 4 bytes: {', and '.join(what)}"
+    adamw = term("temporaries of AdamW", count * times * FP32_BYTES, "update", text)
     if shape.muon is None:
         return adamw
     working = shape.muon.working_elements

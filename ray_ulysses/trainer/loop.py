@@ -20,6 +20,7 @@ from ray_ulysses.data.plan.steps import num_micro_batches
 from ray_ulysses.data.read.digest import add_digests
 from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.engine.activation_offload import offload_activations
+from ray_ulysses.engine.fused_norms import fuse_norms
 from ray_ulysses.engine.model import build_model, compile_layers
 from ray_ulysses.engine.optimizer import learning_rate
 from ray_ulysses.engine.plugins import Plugins, load_plugins
@@ -166,6 +167,8 @@ def _run(
         recorder.phase("building the model")
         model = build_model(config, partition_config(settings), start.description)
         apply_ulysses(model, mesh, attention=config.model.attention, head_groups=config.memory.attention_head_groups)
+        if config.model.fused_norms and worker.device.type == "cuda":
+            fuse_norms(model)
         tile_mlps(model, mlp_tile(config), -(-config.data.context_tokens // run.layout.sp_size))
         offload_activations(
             model, config.memory.offload_activations, keep=kept_attention(config), device=worker.device,

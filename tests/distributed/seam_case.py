@@ -24,6 +24,7 @@ from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.activation_offload import offload_activations
+from ray_ulysses.engine.fused_norms import fuse_norms
 from ray_ulysses.engine.loss import training_loss
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.preferences import Preference, preference_loss
@@ -122,6 +123,7 @@ class SeamCase:
     head_groups: int = 1
     tile: TileSetting = "auto"
     mlp_tile: int | None = None
+    has_fused_norms: bool = False
     rows: Rows = "masked"
     """Masked: the first half of the first row has no label. Weighted: labels have weights, in a span 0, and there is a
     z-loss. Padded: half of each row is padding."""
@@ -172,6 +174,7 @@ class SeamCase:
             *([] if self.head_groups == 1 else [f"head_groups{self.head_groups}"]),
             *([] if self.tile == "auto" else [f"tile-{self.tile}"]),
             *([] if self.mlp_tile is None else ["mlp-tiles"]),
+            *(["fused-norms"] if self.has_fused_norms else []),
             *(["router-loss"] if self.has_router_loss else []),
             *([self.preference] if self.preference else []),
             *([] if self.secondary_size == 1 else [f"secondary{self.secondary_size}"]),
@@ -338,6 +341,8 @@ def _trained_model(case: SeamCase, mesh: SequenceMesh, device: torch.device, set
     apply_ulysses(model, mesh, head_groups=case.head_groups)
     if not case.adapter:
         checkpointed(model, case.kept)
+    if case.has_fused_norms:
+        assert fuse_norms(model)
     if case.mlp_tile is not None:
         tile_mlps(model, case.mlp_tile)
     if case.offloads:
@@ -474,7 +479,7 @@ class _Logits(dict[tuple[str, int, int, int], torch.Tensor]):
             return {}
         wanted = {index: (case.architecture, case.ulysses_size, case.ring_size, index) for index in rows}
         if not self.keys() >= set(wanted.values()):
-            plain = replace(case, kept=None, head_groups=1, mlp_tile=None)
+            plain = replace(case, kept=None, head_groups=1, mlp_tile=None, has_fused_norms=False)
             model = _trained_model(plain, mesh, device, zero_settings())
             with torch.no_grad():
                 for index, batch in rows.items():

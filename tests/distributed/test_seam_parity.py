@@ -116,6 +116,16 @@ def test_the_text_part_trains_as_the_whole_does_on_a_ring_and_under_zero_3() -> 
 
 
 @pytest.mark.slow
+def test_fused_norms_have_the_gradients_of_one_process() -> None:
+    fused: dict[str, Any] = {"has_fused_norms": True, "accumulation": 2, "ulysses_size": 2}
+    hold([
+        SeamCase(architecture="qwen3", zero_stage=3, **fused),
+        SeamCase(architecture="gemma4_text", kept="both", **fused),
+        SeamCase(architecture="zamba2", zero_stage=1, **fused),
+    ])  # fmt: skip
+
+
+@pytest.mark.slow
 def test_the_loss_over_tiles_equals_that_of_one_process() -> None:
     hold([
         # One tile is longer than each row.
@@ -160,7 +170,10 @@ def test_the_gradients_of_an_adapter_equal_those_of_one_process(bases: dict[str,
     case: dict[str, Any] = {"ulysses_size": 2, "zero_stage": 3, "accumulation": 1}
     untied, tied = {"architecture": "untied"}, {"architecture": "tied"}
     hold([
-        SeamCase(**tied, adapter="extension", base=bases["tied"], **{**case, "accumulation": 3}, **LEAN),
+        # Its norms are trained.
+        SeamCase(
+            **tied, adapter="extension", base=bases["tied"], has_fused_norms=True, **{**case, "accumulation": 3}, **LEAN
+        ),
         SeamCase(**untied, adapter="head", base=bases["untied"], **case, **LEAN),
         # Nothing before the first layer's MLP is trained, and nothing is checkpointed.
         SeamCase(**untied, adapter="mlp", **case, tile="off", mlp_tile=3),

@@ -23,6 +23,7 @@ from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
 from ray_ulysses.attention import mixers
 from ray_ulysses.attention.batch import IGNORE_INDEX
 from ray_ulysses.attention.mixers import find_mixers
+from ray_ulysses.engine.fused_norms import fuse_norms
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from tests.distributed.seam_case import gradient_error, make_row, reference_step
 from tests.unit.attention.meshes import ALONE
@@ -72,6 +73,8 @@ def test_a_step_in_fp32_is_that_of_one_process_on_the_cpu(architecture: str) -> 
     if architecture in HYBRIDS and HAS_PACKAGES:
         pytest.skip("packages that compute in bf16 replace its code")
     model = apply_ulysses(zoo_model(architecture).to("cuda"), ALONE)
+    # As in a run on a GPU.
+    fuse_norms(model)
     loss, gradients = step(model, "cuda")
     wanted = reference_step(architecture, NUM_ROWS, torch.float64)
     own = reference_step(architecture, NUM_ROWS, torch.float32)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from ray_ulysses.engine.partition_view import flat_view
-from ray_ulysses.engine.zero_state import named_tensors
+from ray_ulysses.engine.zero_state import Moments, make_optimizer_state, named_tensors
 
 PRIVATE = {
     "runtime/zero/stage3.py": "grad_position fp32_partitioned_groups_flat fp16_partitioned_groups_flat get_param_id "
@@ -78,3 +80,15 @@ def test_a_buffer_in_whose_place_another_tensor_was_put_is_found_there() -> None
     found = named_tensors(model)
     model.second.counts = model.again.counts = torch.full((7,), 2.0)
     assert {name: buffer.tolist() for name, buffer in found.buffers} == {"scale": [1.0], "first.counts": [2.0] * 7}
+
+
+@pytest.mark.parametrize(("is_fused", "device"), [(True, "meta"), (None, "cpu")])
+def test_a_loaded_step_is_where_torch_counts_steps(is_fused: bool | None, device: str) -> None:
+    """A fused update on a GPU requires the step on the device; "meta" stands in for the GPU."""
+    flat = torch.empty(4, device="meta")
+    group = {"params": [flat], "kind": "adamw", "lr_scale": 1.0}
+    inner = torch.optim.AdamW([group], lr=1e-3, fused=is_fused)
+    view: Any = SimpleNamespace(inner=inner, flats=[flat], group_of_flat=lambda number: 0)
+    make_optimizer_state(view, [0], Moments(view, exist=True), 7)
+    assert inner.state[flat]["step"].device.type == device
+    assert {inner.state[flat][name].device.type for name in ("exp_avg", "exp_avg_sq")} == {"meta"}

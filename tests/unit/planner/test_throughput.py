@@ -79,6 +79,15 @@ RECIPES = [
 ]
 
 
+def update_gib(row: dict[str, Any]) -> float:
+    """Memory of the optimizer's update when it was measured, with a temporary that the fused update does not have."""
+    shape = ModelShape.from_config_dict(row["model"])
+    terms = configured_memory(recipe_config(row), shape).device
+    in_update = sum(one.bytes for one in terms if one.phase in ("always", "update") and one.name != "runtime")
+    square_root = shape.num_parameters / row["sp"] * 4
+    return (in_update + square_root) / GIB
+
+
 @pytest.mark.parametrize(("device", "row"), RECIPES)
 def test_measured_recipes_are_predicted_in_time_and_memory(device: str, row: dict[str, Any]) -> None:
     """Steps of one of eight ranks with an 8B model at up to a million tokens, with offload and tiles."""
@@ -88,11 +97,10 @@ def test_measured_recipes_are_predicted_in_time_and_memory(device: str, row: dic
     time = step_time(shape, work, sp=row["sp"], world=row["sp"], device=device, attention_output=kept)
     found = sum(term.seconds for term in time.terms if term.name not in ("exchange of heads", "weights and gradients"))
     # Norms were not tiled yet when the H100 was measured, so use the prediction that was stored with the measurement.
-    runtime_gib = row["planned"]["term runtime"]
-    planned_gib = row["planned"]["device_gib"]
+    taken = row["planned"]["device_gib"] - row["planned"]["term runtime"]
     if device == "H200":
-        planned_gib = configured_memory(recipe_config(row), shape).device_bytes / GIB
-    taken = planned_gib - runtime_gib
+        planned = configured_memory(recipe_config(row), shape).device_bytes / GIB - row["planned"]["term runtime"]
+        taken = max(planned, update_gib(row))
     assert len(RECIPES) == 6 and taken == pytest.approx(row["peak_gib"], rel=0.07)
     assert found == pytest.approx(statistics.median(row["seconds"] or row["first_seconds"]), rel=0.10)
 
@@ -104,9 +112,7 @@ def test_the_update_is_the_measured_peak_if_activations_are_on_the_host(file: st
     # Both sides use DeepSpeed's optimizer.
     assert {row["side"] for row in rows} == {"ours", "deepspeed"}
     for row in rows:
-        terms = configured_memory(recipe_config(row), ModelShape.from_config_dict(row["model"])).device
-        in_update = [term for term in terms if term.phase in ("always", "update") and term.name != "runtime"]
-        assert sum(term.bytes for term in in_update) / GIB == pytest.approx(row["peak_gib"], rel=0.01)
+        assert update_gib(row) == pytest.approx(row["peak_gib"], rel=0.01)
 
 
 def test_terms_are_as_computed_by_hand() -> None:
