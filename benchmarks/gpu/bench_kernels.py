@@ -30,15 +30,12 @@ if str(Path(__file__).resolve().parents[2]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu import clocks
-from benchmarks.gpu.flash4_side import FLASH_4
 from benchmarks.runner import RESULTS, gpu_provenance, origin, say, store, table
 from ray_ulysses.attention.kernels import KERNELS, Demand, KernelCall, Spans
 from ray_ulysses.attention.kernels.call import Whole
 
 HEAD_SIZE = 128
 FLEX_STEP = 128
-ENTRIES = (*KERNELS, FLASH_4)
-"""The kernels of the package, and candidates."""
 CHECKED = (1500, 1, 547)
 """Documents of the row over which a kernel's error is measured."""
 
@@ -105,7 +102,7 @@ def inputs(row: Row, device: str) -> list[torch.Tensor]:
 
 def our_runs(name: str, row: Row, tensors: Sequence[torch.Tensor]) -> tuple[Run, Run]:
     """Return forward and backward of a kernel of the table."""
-    entry = next(entry for entry in ENTRIES if entry.name == name)
+    entry = next(entry for entry in KERNELS if entry.name == name)
     borders = (0, *accumulate(row.lengths))
     cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=tensors[0].device)
     spans = Spans(cu_seqlens=cu_seqlens, borders=borders, max_seqlen=max(row.lengths))
@@ -188,7 +185,7 @@ def milliseconds(run: Run, device: str) -> list[float]:
 def sides(device: str) -> dict[str, Callable[[Row, Sequence[torch.Tensor]], tuple[Run, Run]]]:
     """Return every kernel of ours that runs here, and on a GPU the peers."""
     asked = Demand(device_type=device, dtype=torch.bfloat16, head_size=HEAD_SIZE, value_size=HEAD_SIZE)
-    able = [entry.name for entry in ENTRIES if entry.runs_on(device) and entry.refuses(asked) is None]
+    able = [entry.name for entry in KERNELS if entry.runs_on(device) and entry.refuses(asked) is None]
     able.remove("math")  # the slow reference, 5 TFLOP/s
     ours = {f"ours: {name}": partial(our_runs, name) for name in able}
     return ours if device != "cuda" else {**ours, "torch SDPA, flash": sdpa_runs, "torch flex_attention": flex_runs}

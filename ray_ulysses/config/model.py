@@ -202,7 +202,7 @@ class ModelSection(Section):
     on all supported GPUs; use `fp32` on CPU."""
 
     attention: Annotated[
-        Literal["auto", "flash_attn_3", "flash_attn", "cudnn", "varlen", "sdpa", "math"],
+        Literal["auto", "flash_attn_4", "flash_attn_3", "flash_attn", "cudnn", "varlen", "sdpa", "math"],
         free("kernels agree within their tolerance"),
     ] = "auto"
     """Attention kernel. The table in `docs/how-it-works.md` lists each kernel's requirements and limits. Default

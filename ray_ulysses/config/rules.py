@@ -441,7 +441,7 @@ def _start_is_the_reference(config: Config) -> Iterator[Problem]:
 def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
     kernel = config.model.attention
     has_gpu = config.cluster.gpus_per_worker > 0
-    needs_gpu = kernel in ("flash_attn_3", "flash_attn", "cudnn", "varlen")
+    needs_gpu = kernel in ("flash_attn_4", "flash_attn_3", "flash_attn", "cudnn", "varlen")
     if needs_gpu and not has_gpu:
         rule, hint = "the kernel requires a GPU, but cluster.gpus_per_worker is 0", "use auto or sdpa"
     elif kernel == "cudnn" and config.objective.task == "masked_lm":

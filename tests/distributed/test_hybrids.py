@@ -267,4 +267,10 @@ def test_attention_of_a_mixture_is_bitwise_alone_and_its_logits_within_law_1(mea
 
 def test_every_kernel_of_the_table_is_either_probed_here_or_on_a_gpu() -> None:
     assert ON_CPU == ["sdpa", "math"]
-    assert {entry.name for entry in KERNELS} - set(ON_CPU) == {"flash_attn_3", "flash_attn", "cudnn", "varlen"}
+    assert {entry.name for entry in KERNELS} - set(ON_CPU) == {
+        "flash_attn_4",
+        "flash_attn_3",
+        "flash_attn",
+        "cudnn",
+        "varlen",
+    }

@@ -1,9 +1,9 @@
-"""The flash-attn kernels, version 3 (for Hopper) and version 2, called below autograd.
+"""The flash-attn kernels, versions 4 and 3 (for new GPUs) and version 2, called below autograd.
 
 The forward functions return the log-sum-exp, and the backward functions accept the log-sum-exp of a larger softmax
 (``exp(score - lse)``), as a ring requires. Arguments follow flash-attn 2.8.3 (``flash_attn/flash_attn_interface.py``,
-``csrc/flash_attn/flash_api.cpp``) and version 3 (``hopper/flash_attn_interface.py``, both before and after its
-functions became custom operators).
+``csrc/flash_attn/flash_api.cpp``), version 3 (``hopper/flash_attn_interface.py``, both before and after its functions
+became custom operators) and version 4 (``flash_attn/cute/interface.py`` in flash-attn-4 4.0.0b36).
 Legend: see ``call.py``; W padded head size.
 """
 
@@ -15,7 +15,8 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -133,8 +134,8 @@ def flash_backward(
     batch = call.spans is None
     width = inputs["q"].shape[-1]
     inputs["dout"], inputs["out"] = (_batched(fitted(t, width), batch) for t in (whole.grad_out_THE, whole.out_THE))
-    inputs["softmax_lse"] = _batched(whole.lse_HT, batch)
-    # Both versions write to dq, dk and dv; their return values differ, so they are not used.
+    inputs["softmax_lse"] = inputs["lse"] = _batched(whole.lse_HT, batch)
+    # All versions write to dq, dk and dv; their return values differ, so they are not used.
     given = into() if into is not None and all(one.shape[2] == width for one in call.inputs) else None
     if given is not None and all(_is_aligned(grad) for grad in given):
         grads = [_batched(grad, batch) for grad in given]
@@ -164,7 +165,7 @@ def _inputs(call: KernelCall) -> dict[str, Any]:
         "q": q, "k": k, "v": v, "softmax_scale": call.scale, "softcap": call.softcap or 0.0,
         "causal": call.causal, "is_causal": call.causal,
         "window_size": (left, right), "window_size_left": left, "window_size_right": right,
-        "dropout_p": 0.0, "alibi_slopes": None, "return_softmax": False,
+        "dropout_p": 0.0, "alibi_slopes": None, "return_softmax": False, "return_lse": True,
     }  # fmt: skip
     if call.spans is not None:
         inputs["cu_seqlens_q"] = inputs["cu_seqlens_k"] = call.spans.cu_seqlens
@@ -192,9 +193,9 @@ def unknown_signature(functions: FlashFunctions) -> str | None:
     """Describe missing or unexpected required arguments of a library's functions; None if the signatures are known."""
     inputs = {"q", "k", "v", "softmax_scale", "softcap"}
     spans = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
-    grads = {"dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic"}
+    grads = {"dout", "out", "dq", "dk", "dv", "deterministic"}
     optional = {"causal", "is_causal", "window_size", "window_size_left", "window_size_right"}
-    optional |= {"dropout_p", "alibi_slopes", "return_softmax"}
+    optional |= {"dropout_p", "alibi_slopes", "return_softmax", "softmax_lse", "lse"}
     wanted = (
         (functions.forward_dense, inputs),
         (functions.forward_spans, inputs | spans),
@@ -206,11 +207,40 @@ def unknown_signature(functions: FlashFunctions) -> str | None:
         lacking = sorted(names - parameters.keys())
         lacking += [] if parameters.keys() & {"causal", "is_causal"} else ["causal"]
         lacking += [] if parameters.keys() & {"window_size", "window_size_left"} else ["window_size"]
+        lacking += [] if "dout" not in names or parameters.keys() & {"softmax_lse", "lse"} else ["softmax_lse"]
         required = {name for name, is_required in parameters.items() if is_required}
         strange = sorted(required - names - optional - _UNUSED_ARGUMENTS)
         if lacking or strange:
             return f"its signature differs (lacks: {', '.join(lacking) or '-'}; requires: {', '.join(strange) or '-'})"
     return None
+
+
+@cache
+def flash_attn_4() -> FlashFunctions:
+    """Import flash-attn 4 and return its functions, which accept both layouts.
+
+    ``torch.nn.attention.activate_flash_attention_impl("FA4")`` can't be used: torch 2.13 expects two results of the
+    forward, which returns five.
+    """
+    library = importlib.import_module("flash_attn.cute.interface")
+    return version_4(library._flash_attn_fwd, library._flash_attn_bwd)
+
+
+def version_4(forward: Callable[..., Any], backward: Callable[..., Any]) -> FlashFunctions:
+    """Return flash-attn 4's functions, which expect None instead of -1 for no limit."""
+
+    def unlimited(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(**inputs: Any) -> Any:
+            sides = ("window_size_left", "window_size_right")
+            return function(**inputs | {side: None if inputs[side] == -1 else inputs[side] for side in sides})
+
+        return call
+
+    forward, backward = unlimited(forward), unlimited(backward)
+    return FlashFunctions(
+        forward_dense=forward, forward_spans=forward, backward_dense=backward, backward_spans=backward
+    )
 
 
 @cache
@@ -251,6 +281,22 @@ def _build_refusal(demand: Demand) -> str | None:
     return f"it was built without {', '.join(absent)}" if absent else None
 
 
+def _refuses_4(demand: Demand) -> str | None:
+    refusal = half_precision_refusal(demand)
+    capability = compute_capability()
+    if refusal is None and capability is not None and capability[0] not in (9, 10):
+        return f"it requires Hopper or Blackwell (9.0 or 10.x), but the GPU has {capability[0]}.{capability[1]}"
+    if refusal is None and capability is not None and capability[0] == 10:
+        size = padded_head_size(demand.head_size, demand.value_size)
+        refusal = f"on Blackwell, it does not support heads of {size}" if 128 < size < MAX_FLASH_HEAD_SIZE else None
+    if refusal is not None:
+        return refusal
+    try:
+        return unknown_signature(flash_attn_4())
+    except (ImportError, OSError, AttributeError) as error:
+        return f"flash_attn.cute can't be used: {error}"
+
+
 def _refuses_3(demand: Demand) -> str | None:
     refusal = half_precision_refusal(demand)
     capability = compute_capability()
@@ -282,6 +328,22 @@ def _refuses_2(demand: Demand) -> str | None:
 def _has(device_type: str, *modules: str) -> bool:
     return device_type == "cuda" and all(importlib.util.find_spec(module) is not None for module in modules)
 
+
+def _has_cute() -> bool:
+    # find_spec("flash_attn.cute") would import a flash-attn 2 that is installed in the same package.
+    spec = importlib.util.find_spec("flash_attn")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return any((Path(folder) / "cute").is_dir() for folder in folders)
+
+
+FLASH_4 = KernelEntry(
+    name="flash_attn_4",
+    needs="a Hopper or Blackwell GPU and flash-attn 4 (flash_attn.cute)",
+    runs_on=lambda device_type: _has(device_type) and _has_cute(),
+    refuses=_refuses_4,
+    forward=partial(flash_forward, flash_attn_4),
+    backward=partial(flash_backward, flash_attn_4),
+)
 
 FLASH_3 = KernelEntry(
     name="flash_attn_3",

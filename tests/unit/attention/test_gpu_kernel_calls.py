@@ -7,11 +7,13 @@ Legend: see ``kernels/call.py``; W padded head size.
 from __future__ import annotations
 
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +21,21 @@ import torch
 
 from ray_ulysses.attention.kernels import cudnn as cudnn_module
 from ray_ulysses.attention.kernels import flash as flash_module
+from ray_ulysses.attention.kernels import table as table_module
 from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry, Whole
 from ray_ulysses.attention.kernels.cudnn import CUDNN, padded_length
 from ray_ulysses.attention.kernels.flash import (
     FLASH_2,
     FLASH_3,
+    FLASH_4,
     FlashFunctions,
     fitted,
     flash_backward,
     flash_forward,
     unknown_signature,
+    version_4,
 )
+from ray_ulysses.attention.kernels.table import HOPPER_TFLOPS, by_speed
 from ray_ulysses.attention.kernels.varlen import VARLEN
 from tests.unit.attention.kernel_case import (
     SCALE,
@@ -159,6 +165,47 @@ def fa2_varlen_backward(
     for kept, grad in zip((dq, dk, dv), grads, strict=True):
         kept.copy_(grad)
     return torch.empty(0)
+
+
+# --- flash-attn 4 (4.0.0b36), flash_attn/cute/interface.py ------------------------------------------------------------
+
+
+def fa4_limits(softmax_scale, causal, window_size_left, window_size_right, softcap):
+    """Return the limits in version 2's notation, as `_resolve_causal_local_window` reads them."""
+    assert window_size_left is None or window_size_left >= 0, "a number without a None is a limit"
+    assert window_size_right is None or window_size_right >= 0
+    right = 0 if causal else window_size_right
+    return softmax_scale, causal, *(-1 if one is None else one for one in (window_size_left, right)), softcap
+
+
+def fa4_forward(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+    max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
+    window_size_left=None, window_size_right=None, learnable_sink=None, tile_mn=None, return_lse=False, out=None,
+    lse=None,
+):  # fmt: skip
+    assert return_lse and qv is page_table is learnable_sink is out is lse is None
+    seen = fa4_limits(softmax_scale, causal, window_size_left, window_size_right, softcap or 0.0)
+    if cu_seqlens_q is None:
+        found = fa2_forward(q, k, v, 0.0, *seen, None, False)
+    else:
+        found = fa2_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, *seen)
+    return *found[:2], None, None, None
+
+
+def fa4_backward(
+    q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+    window_size_right=None, m_block_size=64, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+    max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, score_mod=None, dlse=None,
+):  # fmt: skip
+    assert softcap is not None and dlse is score_mod is None
+    seen = (*fa4_limits(softmax_scale, causal, window_size_left, window_size_right, softcap), None, deterministic)
+    first = (dout, q, k, v, out, lse, dq, dk, dv)
+    if cu_seqlens_q is None:
+        fa2_backward(*first, 0.0, *seen)
+    else:
+        fa2_varlen_backward(*first, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, *seen)
+    return dq, dk, dv
 
 
 # --- flash-attn 3, hopper/flash_attn_interface.py: as in flash-attn 2.8.3, and as a custom operator -------------------
@@ -309,9 +356,10 @@ FUNCTIONS = {
     "flash_attn": library(fa2_forward, fa2_backward, fa2_varlen_forward, fa2_varlen_backward),
     "flash_attn_3-early": library(fa3_early_forward, fa3_early_backward),
     "flash_attn_3": library(fa3_forward, fa3_backward),
+    "flash_attn_4": version_4(fa4_forward, fa4_backward),
 }
 ENTRIES = {"flash_attn": FLASH_2, "flash_attn_3-early": FLASH_3, "flash_attn_3": FLASH_3, "varlen": VARLEN}
-ENTRIES |= {"cudnn-3d": CUDNN, "cudnn-4d": CUDNN, "cudnn-shared": CUDNN}
+ENTRIES |= {"flash_attn_4": FLASH_4, "cudnn-3d": CUDNN, "cudnn-4d": CUDNN, "cudnn-shared": CUDNN}
 LEAST_WORK = {"cudnn-3d": 0, "cudnn-4d": 0, "cudnn-shared": 4 * 9**2}
 """Work per document from which cuDNN is used. With "shared" and 4 heads, this is 9 tokens."""
 
@@ -478,7 +526,7 @@ def test_a_window_is_passed_to_both_sides_and_none_as_minus_one(stand_in: Kernel
 
 
 def test_an_unknown_signature_is_refused_with_the_argument() -> None:
-    assert [unknown_signature(functions) for functions in FUNCTIONS.values()] == [None] * 3
+    assert [unknown_signature(functions) for functions in FUNCTIONS.values()] == [None] * 4
 
     def lacking(q, k, v, softmax_scale, causal, window_size): ...
 
@@ -545,6 +593,38 @@ def test_flash_attn_is_refused_by_gpu_by_version_by_build_and_if_it_cannot_be_im
     monkeypatch.setattr(flash_module, "compute_capability", lambda: None)
     monkeypatch.setattr(flash_module, "flash_attn_3", broken)
     assert FLASH_3.refuses(demand()) == "flash_attn_interface can't be used: undefined symbol"
+
+
+def test_flash_attn_4_is_for_hopper_and_blackwell_and_seen_without_importing_version_2(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(flash_module, "flash_attn_4", lambda: FUNCTIONS["flash_attn_4"])
+    for capability, size, refusal in (
+        ((9, 0), 192, None),
+        ((10, 0), 128, None),
+        ((10, 3), 250, None),
+        ((10, 0), 192, "on Blackwell, it does not support heads of 192"),
+        ((8, 0), 128, "it requires Hopper or Blackwell (9.0 or 10.x), but the GPU has 8.0"),
+    ):
+        monkeypatch.setattr(flash_module, "compute_capability", lambda found=capability: found)
+        assert FLASH_4.refuses(demand(has_window=True, has_softcap=True, head_size=size)) == refusal
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not FLASH_4.runs_on("cuda")
+    (package / "cute").mkdir()
+    assert FLASH_4.runs_on("cuda") and not FLASH_4.runs_on("cpu")
+    assert "flash_attn" not in sys.modules
+
+
+def test_hopper_prefers_kernels_by_their_stored_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "compute_capability", lambda: (9, 0))
+    assert [entry.name for entry in by_speed()[:3]] == ["cudnn", "flash_attn", "varlen"]
+    assert by_speed()[-1].name == "math"
+    page = (Path(__file__).parents[3] / "benchmarks/results/h200/kernels_gpu.md").read_text()
+    rows = page.partition("## 131k, one document, 1 of sp 8")[2].partition("## ")[0]
+    assert {name: int(rate) for name, rate in re.findall(r"\| ours: (\w+) .* (\d+) \|", rows)} == HOPPER_TFLOPS
 
 
 def test_cudnn_is_refused_by_an_environment_variable_and_by_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
