@@ -86,7 +86,7 @@ def prepare_ours(model: Any, config: Config, shape: ModelShape, mesh: SequenceMe
     apply_ulysses(model, mesh, attention=config.model.attention, head_groups=config.memory.attention_head_groups)
     if config.model.fused_norms:
         fuse_norms(model)
-    tile_mlps(model, mlp_tile(config))
+    tile_mlps(model, mlp_tile(config), compiled=config.model.compile == "mlp")
     offload_activations(
         model,
         config.memory.offload_activations,

@@ -213,11 +213,12 @@ class ModelSection(Section):
     in bf16 rounds once instead of twice. Norms that multiply by `1 + weight`, such as Gemma's, and all norms on a CPU
     run as in Transformers. Default true. Not yet tested on a GPU."""
 
-    compile: Annotated[bool, free("compiled layers sum in a different order")] = False
-    """Whether to compile each decoder layer with `torch.compile`, which helps with short rows and large layers. Measure
-    the gain: a small model on a CPU gains almost nothing, and the gain on GPUs has not been measured. Requires
-    `memory.gradient_checkpointing: false`, `memory.zero_stage` 1 or 2, and a compiler on each node. The first step of
-    each attempt includes the compilation. Default false."""
+    compile: Annotated[bool | Literal["mlp"], free("compiled layers sum in a different order")] = False
+    """What to compile with `torch.compile`; each node needs a compiler, and the first step of each attempt includes the
+    compilation. `true` compiles each decoder layer, which helps with short rows and large layers, and requires
+    `memory.gradient_checkpointing: false` and `memory.zero_stage` 1 or 2. `mlp` compiles the recomputation and backward
+    pass of full tiles of dense MLPs (`memory.mlp_tile`), where the activation and its product then take one pass.
+    Measure the gain: on a CPU it is small, and on GPUs it is not measured. Default false."""
 
     resume_from: Annotated[NamedPlace | None, _OF_A_NEW_RUN] = None
     """Checkpoint of another run to start from while this run has no checkpoint: `RUN[@STEP]`, where RUN is a run's

@@ -257,7 +257,11 @@ def _offloaded_activations_are_kept(config: Config) -> Iterator[Problem]:
 
 def _compiled_layers_are_whole(config: Config) -> Iterator[Problem]:
     memory, stage = config.memory, zero_stage(config)
-    if config.model.compile and (memory.gradient_checkpointing or stage == 3):
+    is_tiled = memory.gradient_checkpointing if memory.mlp_tile == "auto" else memory.mlp_tile != "off"
+    if config.model.compile == "mlp" and not is_tiled:
+        rule = "compiles tiles of MLPs, but MLPs are not tiled"
+        yield problem_of(config, "model.compile", rule, "set memory.mlp_tile to a number, or model.compile: false")
+    elif config.model.compile is True and (memory.gradient_checkpointing or stage == 3):
         rule = (
             "requires memory.gradient_checkpointing=false and memory.zero_stage=1 or 2, but they are "
             f"{str(memory.gradient_checkpointing).lower()} and {stage}"
@@ -467,7 +471,9 @@ def _quantized_base_is_frozen(config: Config) -> Iterator[Problem]:
         rule = "DoRA reads the norms of the frozen weights, which is not supported for quantized weights"
         yield problem_of(config, "model.base_dtype", rule, "set model.adapter.dora: false, or remove model.base_dtype")
     if config.model.compile:
-        rule = "layers with quantized weights can't be compiled, but model.compile is true"
+        rule = (
+            f"layers with quantized weights can't be compiled, but model.compile is {str(config.model.compile).lower()}"
+        )
         yield problem_of(config, "model.base_dtype", rule, "set model.compile: false, or remove model.base_dtype")
 
 

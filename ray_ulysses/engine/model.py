@@ -330,7 +330,7 @@ def check_architecture(config: Config) -> ProbeResult:
         config.model.part,
         config.objective.task,
         checkpointed=config.memory.gradient_checkpointing,
-        compiled=config.model.compile,
+        compiled=config.model.compile is True,
         router_bias_rate=config.optimizer.router_bias_rate,
         dtype=config.model.dtype,
         counts=config.objective.counts,

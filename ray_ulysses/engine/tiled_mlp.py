@@ -12,7 +12,7 @@ Legend: N tokens of this rank, T tokens of a tile, H hidden size, E experts.
 from __future__ import annotations
 
 import contextlib
-from functools import partial
+from functools import cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ _OFF = "memory.mlp_tile: off"
 _log = get_logger(__name__)
 
 
-def tile_mlps(model: nn.Module, tile: TileSetting, most_tokens: int | None = None) -> None:
+def tile_mlps(model: nn.Module, tile: TileSetting, most_tokens: int | None = None, *, compiled: bool = False) -> None:
     """Tile a model's norms and MLPs, both dense and experts. Call this function before building the engine.
 
     A tiled MLP uses tiles for every row, even for short rows. Tiling changes the order in which weights receive
@@ -47,6 +47,10 @@ def tile_mlps(model: nn.Module, tile: TileSetting, most_tokens: int | None = Non
         tile: Tokens per tile; see :func:`ray_ulysses.parallel.layout.mlp_tile_tokens` and ``norm_tile_vectors``.
         most_tokens: Maximum number of tokens per batch on any rank, or None if unknown. MLPs that would process all of
             these tokens in one tile are left unchanged.
+        compiled: Whether the backward pass of dense MLPs recomputes full tiles in code that is compiled with
+            ``torch.compile``, which fuses the operations between matrix products. The forward pass is not compiled:
+            selective checkpointing runs it in a dispatch mode, in which ``torch.compile`` gives up a function for good.
+            Not yet tested on a GPU.
 
     Raises:
         UserError: No layer has an MLP that can be tiled. If ``tile`` is ``auto``, no error is raised.
@@ -69,7 +73,8 @@ def tile_mlps(model: nn.Module, tile: TileSetting, most_tokens: int | None = Non
             continue
         # Make ZeRO-3 gather all weights of the MLP once for all tiles.
         mlp._z3_leaf = True  # type: ignore[assignment]
-        _go_over_tiles(mlp, partial(_mlp_tile, tile, mlp_width(mlp)), tile)
+        is_dense = all(len(shape) == 2 for shape in _matrices(mlp))
+        _go_over_tiles(mlp, partial(_mlp_tile, tile, mlp_width(mlp)), tile, compiled=compiled and is_dense)
     hidden_size = _hidden_size(model)
     for norm in find_norms(model):
         # Norms replaced by a fused kernel do not need tiling.
@@ -78,11 +83,13 @@ def tile_mlps(model: nn.Module, tile: TileSetting, most_tokens: int | None = Non
             _go_over_tiles(norm, partial(_norm_tile, tile, hidden_size), "auto")
 
 
-def _go_over_tiles(module: Any, tile_tokens: Callable[[int, int], int], setting: TileSetting) -> None:
+def _go_over_tiles(
+    module: Any, tile_tokens: Callable[[int, int], int], setting: TileSetting, *, compiled: bool = False
+) -> None:
     """Replace a module's forward with a tiled one. ``tile_tokens`` computes the tile size from row length and width."""
     # The attribute lacks the prefix of Ulysses' attributes, because removing Ulysses must not remove tiling.
     setattr(module, TILE_TOKENS, tile_tokens)
-    module._tile_setting = setting
+    module._tile_setting, module._compiles_tiles = setting, compiled
     module.forward = MethodType(_forward, module)
 
 
@@ -210,15 +217,15 @@ class _Bare:
         self.scores: list[torch.Tensor] = []
         """Router scores of all tokens, as ``[N, E]`` tensors; empty unless Transformers records router scores."""
 
-    def __call__(self, hidden_1TH: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def __call__(self, hidden_1TH: torch.Tensor, *, compiled: bool = False) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return a tile's hidden states, and the tile's router scores as ``[T, E]`` tensors."""
         if not self.is_recording:
-            return self._hidden(hidden_1TH), []
-        result_1TH, scores = recorded(lambda: self._hidden(hidden_1TH))
+            return self._hidden(hidden_1TH, compiled=compiled), []
+        result_1TH, scores = recorded(lambda: self._hidden(hidden_1TH, compiled=compiled))
         return result_1TH, [one.flatten(0, -2) for one in scores]
 
-    def _hidden(self, hidden_1TH: torch.Tensor) -> torch.Tensor:
-        result = self.mlp(hidden_1TH)
+    def _hidden(self, hidden_1TH: torch.Tensor, *, compiled: bool) -> torch.Tensor:
+        result = compiled_tile()(self.mlp, hidden_1TH) if compiled else self.mlp(hidden_1TH)
         if isinstance(result, tuple):
             self.num_others = len(result) - 1
             result = result[0]
@@ -248,6 +255,12 @@ class _Bare:
         assert result_1NH is not None
         self.scores = [torch.cat(parts) for parts in zip(*tiles, strict=True)]
         return result_1NH
+
+
+@cache
+def compiled_tile() -> Callable[[nn.Module, torch.Tensor], Any]:
+    """Return the compiled call of an MLP, whose code all layers of a model share."""
+    return torch.compile(lambda mlp, hidden_1TH: mlp(hidden_1TH), dynamic=False)
 
 
 class _KeptInput(torch.autograd.Function):
@@ -283,9 +296,11 @@ class _Tiles(torch.autograd.Function):
         with held_weights(ctx.mlp.mlp):
             for start in range(0, hidden_1NH.shape[1], ctx.tile):
                 part = slice(start, start + ctx.tile)
-                hidden_1TH = hidden_1NH[:, part].detach().requires_grad_()
+                # The first dim's stride would be that of the row, for which a compiled tile would be compiled again.
+                hidden_1TH = hidden_1NH[0, part][None].detach().requires_grad_()
+                is_full = hidden_1TH.shape[1] == ctx.tile
                 with torch.enable_grad():
-                    result_1TH, scores = ctx.mlp(hidden_1TH)
+                    result_1TH, scores = ctx.mlp(hidden_1TH, compiled=is_full and ctx.mlp.mlp._compiles_tiles)
                 wanted = [hidden_1TH, *ctx.weights]
                 gradients = [d_result_1NH[:, part], *(one[part] for one in d_scores)]
                 d_hidden_1TH, *found = torch.autograd.grad([result_1TH, *scores], wanted, gradients, allow_unused=True)

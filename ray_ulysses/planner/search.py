@@ -306,7 +306,8 @@ def _leaner_values(config: Config, path: str, *, is_either_way: bool) -> dict[An
     now, costs = value_of(config, path), COSTS[path]
     means = config.zero_stage if path == _STAGE else now
     if means not in costs:
-        # A fixed tile size may become automatic. An optimizer offloaded to NVMe can't be moved further.
+        # A fixed tile size may become automatic. An optimizer offloaded to NVMe can't be moved further, and compiled
+        # MLPs exclude no other setting.
         return {now: 0} | ({"auto": 1} if "auto" in costs else {})
     less = {value: 1 for value, cost in costs.items() if is_either_way and value != now and cost <= costs[now]}
     return {now: 0} | less | {value: cost - costs[means] for value, cost in costs.items() if cost > costs[means]}

@@ -169,12 +169,13 @@ def _run(
         apply_ulysses(model, mesh, attention=config.model.attention, head_groups=config.memory.attention_head_groups)
         if config.model.fused_norms and worker.device.type == "cuda":
             fuse_norms(model)
-        tile_mlps(model, mlp_tile(config), -(-config.data.context_tokens // run.layout.sp_size))
+        most_tokens = -(-config.data.context_tokens // run.layout.sp_size)
+        tile_mlps(model, mlp_tile(config), most_tokens, compiled=config.model.compile == "mlp")
         offload_activations(
             model, config.memory.offload_activations, keep=kept_attention(config), device=worker.device,
             budget_bytes=configured_memory(config, run.shape).offloaded_bytes,
         )  # fmt: skip
-        if config.model.compile:
+        if config.model.compile is True:
             compile_layers(model)
         routers = RouterWatch(model, config.optimizer.router_bias_rate)
         engine = build_engine(model, settings)

@@ -124,6 +124,7 @@ class SeamCase:
     tile: TileSetting = "auto"
     mlp_tile: int | None = None
     has_fused_norms: bool = False
+    has_compiled_mlps: bool = False
     rows: Rows = "masked"
     """Masked: the first half of the first row has no label. Weighted: labels have weights, in a span 0, and there is a
     z-loss. Padded: half of each row is padding."""
@@ -175,6 +176,7 @@ class SeamCase:
             *([] if self.tile == "auto" else [f"tile-{self.tile}"]),
             *([] if self.mlp_tile is None else ["mlp-tiles"]),
             *(["fused-norms"] if self.has_fused_norms else []),
+            *(["compiled-mlps"] if self.has_compiled_mlps else []),
             *(["router-loss"] if self.has_router_loss else []),
             *([self.preference] if self.preference else []),
             *([] if self.secondary_size == 1 else [f"secondary{self.secondary_size}"]),
@@ -344,7 +346,7 @@ def _trained_model(case: SeamCase, mesh: SequenceMesh, device: torch.device, set
     if case.has_fused_norms:
         assert fuse_norms(model)
     if case.mlp_tile is not None:
-        tile_mlps(model, case.mlp_tile)
+        tile_mlps(model, case.mlp_tile, compiled=case.has_compiled_mlps)
     if case.offloads:
         kinds: Any = ("layer_inputs", "attention_outputs")
         offload_activations(model, kinds, keep=keep, budget_bytes=2**24, device=device)
@@ -479,7 +481,9 @@ class _Logits(dict[tuple[str, int, int, int], torch.Tensor]):
             return {}
         wanted = {index: (case.architecture, case.ulysses_size, case.ring_size, index) for index in rows}
         if not self.keys() >= set(wanted.values()):
-            plain = replace(case, kept=None, head_groups=1, mlp_tile=None, has_fused_norms=False)
+            plain = replace(
+                case, kept=None, head_groups=1, mlp_tile=None, has_fused_norms=False, has_compiled_mlps=False
+            )
             model = _trained_model(plain, mesh, device, zero_settings())
             with torch.no_grad():
                 for index, batch in rows.items():

@@ -126,6 +126,16 @@ def test_fused_norms_have_the_gradients_of_one_process() -> None:
 
 
 @pytest.mark.slow
+def test_compiled_tiles_have_the_gradients_of_one_process(bases: dict[str, str]) -> None:
+    compiled: dict[str, Any] = {"has_compiled_mlps": True, "accumulation": 2, "ulysses_size": 2, **LEAN}
+    hold([
+        SeamCase(architecture="qwen3", zero_stage=3, **compiled),
+        SeamCase(architecture="gemma2", zero_stage=1, **compiled),
+        SeamCase(architecture="untied", adapter="mlp", base=bases["untied"], zero_stage=3, **compiled),
+    ])  # fmt: skip
+
+
+@pytest.mark.slow
 def test_the_loss_over_tiles_equals_that_of_one_process() -> None:
     hold([
         # One tile is longer than each row.

@@ -130,6 +130,8 @@ _CLASSES = {"objective__kind": "classification", "data__overlong": "drop"}
             "model.base_dtype",
         ),
         ({"model__compile": True, "memory__zero_stage": 2}, "model.compile"),
+        ({"model__compile": "mlp", "memory__mlp_tile": "off"}, "model.compile"),
+        ({"model__compile": "mlp", "memory__gradient_checkpointing": False}, "model.compile"),
         ({"model__compile": True, "memory__gradient_checkpointing": False}, "model.compile"),
         (
             {"memory__offload_activations": ["layer_inputs"], "memory__gradient_checkpointing": False},
@@ -191,6 +193,8 @@ def test_secondary_shards_on_nodes_of_one_gpu_are_refused_with_a_way_out_that_he
         {**SECONDARY, "cluster__workers": {"min": 1, "max": 6}},
         {**SECONDARY, "cluster__workers": 3},
         {"model__compile": True, "memory__gradient_checkpointing": False, "cluster__workers": 1},
+        {"model__compile": "mlp", "memory__zero_stage": 3},
+        {"model__compile": "mlp", "memory__gradient_checkpointing": False, "memory__mlp_tile": 64},
         {"memory__offload_activations": ["layer_inputs"], "memory__attention_output": "none"},
         {"model__resume_from": "mlflow:demo/40"},
         {"model__resume_from": "runs/demo@40", "tracking__enabled": False},

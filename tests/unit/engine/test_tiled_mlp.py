@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -19,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
 from ray_ulysses.attention.batch import IGNORE_INDEX
-from ray_ulysses.engine.tiled_mlp import tile_mlps
+from ray_ulysses.engine.tiled_mlp import compiled_tile, tile_mlps
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.layout import TileSetting
 from tests.breadth import fast_only
@@ -146,9 +147,37 @@ def test_a_norm_over_tiles_has_the_same_bits_and_sums_its_weight_gradient_in_fp3
     assert errors[1] <= 1.1 * errors[0] + 1e-6
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_compiled_tiles_change_no_gradient_and_compile_once_for_rows_of_every_length(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        shapes.extend(tuple(one.shape) for one in inputs if isinstance(one, torch.Tensor) and one.dim() == 3)
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    compiled_tile.cache_clear()
+    found = []
+    for is_compiled in (False, True):
+        model: Any = apply_ulysses(zoo_model(architecture), ALONE).train()
+        tile_mlps(checkpointed(model), TILE, compiled=is_compiled)
+        found.append([step(model, batch) for batch in (make_batch(), row_of(3 * TILE), row_of(4 * TILE + 2))])
+    for wanted, ours in zip(*found, strict=True):
+        assert worst_tensor(ours, wanted) <= 1e-5
+    assert shapes == [(1, TILE, 32)], "only full tiles are compiled, once for all layers and rows"
+    compiled_tile.cache_clear()
+
+
 NORMS = {"norm", "layers.0.input_layernorm", "layers.0.post_attention_layernorm"}
 HEAD_NORMS = {"layers.0.self_attn.q_norm", "layers.0.self_attn.k_norm"}
 COHERE: dict[str, Any] = {"use_qk_norm": True, "pad_token_id": 0, "num_key_value_heads": 4}
+
+
+def row_of(tokens: int) -> Any:
+    ids = torch.randint(0, 61, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+    return shard_batch(ids, ids, (tokens,), ALONE)
 
 
 def tiled_norms(model: Any) -> set[str]:
