@@ -26,18 +26,15 @@ if str(Path(__file__).resolve().parents[2]) not in sys.path:
 from benchmarks.gpu import clocks
 from benchmarks.gpu.kernel_classes import profiled
 from benchmarks.gpu.one_step import GIB, Step, mfu_of, peer_model, start_group, timed
-from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch
+from ray_ulysses import SequenceMesh, causal_lm_loss, loss_scale, shard_batch
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine import model as engine_model
-from ray_ulysses.engine.activation_offload import offload_activations
-from ray_ulysses.engine.fused_norms import fuse_norms
 from ray_ulysses.engine.model import build_model
-from ray_ulysses.engine.tiled_mlp import tile_mlps
+from ray_ulysses.engine.prepare import prepare_model
 from ray_ulysses.engine.zero import ZeroSettings, build_engine, prepare_process
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.memory import configured_memory
-from ray_ulysses.planner.settings import kept_attention, mlp_tile
 
 
 class Done:
@@ -78,21 +75,6 @@ def make_config(case: dict[str, Any]) -> Config:
             "memory": {"zero_stage": 3, **case["memory"]},
             "cluster": {"workers": case["sp"], "gpus_per_worker": 1},
         }
-    )
-
-
-def prepare_ours(model: Any, config: Config, shape: ModelShape, mesh: SequenceMesh, device: torch.device) -> None:
-    """Change the model as the training loop does."""
-    apply_ulysses(model, mesh, attention=config.model.attention, head_groups=config.memory.attention_head_groups)
-    if config.model.fused_norms:
-        fuse_norms(model)
-    tile_mlps(model, mlp_tile(config), compiled=config.model.compile == "mlp")
-    offload_activations(
-        model,
-        config.memory.offload_activations,
-        keep=kept_attention(config),
-        budget_bytes=configured_memory(config, shape).offloaded_bytes,
-        device=device,
     )
 
 
@@ -152,7 +134,7 @@ def build(case: dict[str, Any]) -> tuple[Any, Any, dict[str, float]]:
     with device, mock.patch.object(engine_model, "refuse_architecture"):
         model: Any = build_model(config) if is_ours else tiled_peer(case, config)
     if is_ours:
-        prepare_ours(model, config, shape, mesh, device)
+        prepare_model(model, config, shape, mesh, device)
     engine = build_engine(model, settings)
     del model
     engine.train()

@@ -12,25 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ray_ulysses.attention.ulysses import apply_ulysses
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.data.plan.steps import num_micro_batches
 from ray_ulysses.data.read.digest import add_digests
 from ray_ulysses.data.read.reader import RowReader
-from ray_ulysses.engine.activation_offload import offload_activations
-from ray_ulysses.engine.fused_norms import fuse_norms
-from ray_ulysses.engine.model import build_model, compile_layers
+from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.optimizer import learning_rate
 from ray_ulysses.engine.plugins import Plugins, load_plugins
+from ray_ulysses.engine.prepare import prepare_model
 from ray_ulysses.engine.router_health import RouterWatch
-from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import build_engine, partition_config, prepare_process
 from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.mesh import SequenceMesh
-from ray_ulysses.planner.memory import configured_memory
-from ray_ulysses.planner.settings import kept_attention, mlp_tile
 from ray_ulysses.run.early_stopping import EarlyStop, EarlyStopping
 from ray_ulysses.run.masks import read_masking
 from ray_ulysses.run.settings import last_step_of, resolve_run, warn_of_unused_shards, zero_settings
@@ -166,17 +161,7 @@ def _run(
         # The model: under ZeRO, with our attention. Initial weights are drawn or loaded only if there is no state.
         recorder.phase("building the model")
         model = build_model(config, partition_config(settings), start.description)
-        apply_ulysses(model, mesh, attention=config.model.attention, head_groups=config.memory.attention_head_groups)
-        if config.model.fused_norms and worker.device.type == "cuda":
-            fuse_norms(model)
-        most_tokens = -(-config.data.context_tokens // run.layout.sp_size)
-        tile_mlps(model, mlp_tile(config), most_tokens, compiled=config.model.compile == "mlp")
-        offload_activations(
-            model, config.memory.offload_activations, keep=kept_attention(config), device=worker.device,
-            budget_bytes=configured_memory(config, run.shape).offloaded_bytes,
-        )  # fmt: skip
-        if config.model.compile is True:
-            compile_layers(model)
+        prepare_model(model, config, run.shape, mesh, worker.device)
         routers = RouterWatch(model, config.optimizer.router_bias_rate)
         engine = build_engine(model, settings)
         engine.train()

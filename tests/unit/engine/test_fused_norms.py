@@ -9,13 +9,18 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ray_ulysses import apply_ulysses
+from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.fused_norms import fuse_norms
+from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.prepare import prepare_model
 from ray_ulysses.engine.tiled_mlp import find_norms, tile_mlps
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, zoo_model
+from tests.unit.config.trees import small_tree
 from tests.unit.engine.steps import TILE, Values, checkpointed, step, worst_tensor
 from tests.unit.engine.test_tiled_mlp import Layer
+from tests.unit.planner.runs import make_shape
 
 WIDTH = 16
 
@@ -94,6 +99,19 @@ def test_the_epsilon_is_that_of_the_norm(eps: float) -> None:
 
 def _own(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.rms_norm(hidden, (WIDTH,), self.weight, self.forward_eps)
+
+
+@pytest.mark.parametrize(("device", "fused_norms", "is_fused"), [
+    ("cuda", True, True), ("cuda", False, False), ("cpu", True, False),
+])  # fmt: skip
+def test_norms_are_fused_on_a_gpu_unless_the_configuration_says_otherwise(
+    device: str, fused_norms: bool, is_fused: bool
+) -> None:
+    config = parse_config(small_tree(model__fused_norms=fused_norms))
+    model: Any = build_model(config)
+    prepare_model(model, config, make_shape(config), ALONE, torch.device(device))
+    norm = model.model.layers[0].input_layernorm
+    assert hasattr(norm, "_fused_eps") == is_fused != hasattr(norm, "_tile_tokens")
 
 
 def test_a_norm_whose_weight_is_partitioned_is_recognized_by_its_whole_shape() -> None:
