@@ -90,8 +90,16 @@ def provenance(packages: Sequence[str], hardware: str, commit: str | None = None
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit or _commit(),
         "hardware": hardware,
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "versions": {name: version for name in packages if (version := _version(name)) is not None},
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        # A machine with a GPU may lack Ray.
+        return None
 
 
 def _commit() -> str:

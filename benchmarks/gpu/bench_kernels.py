@@ -1,7 +1,7 @@
 """Our attention kernels on one GPU, beside what torch offers for the same rows, forward and backward in bf16.
 
-Every kernel's error against the slow reference stands beside its times. Another
-cuDNN is measured by running the script again with its folder in ``LD_LIBRARY_PATH``, ``--add`` and a ``--label``.
+Every kernel's error against the slow reference stands beside its times. Another cuDNN is measured by running the script
+again with its library in ``LD_PRELOAD``, its folder in ``LD_LIBRARY_PATH``, ``--add`` and ``--cudnn``.
 Peers: ``scaled_dot_product_attention`` with its flash kernel (which can't keep documents apart without a mask), and
 ``flex_attention``, compiled, with a block mask of documents, the way of torchtitan and others.
 """
@@ -240,9 +240,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--commit", help="the commit, where the tree came without its history")
     parser.add_argument("--add", action="store_true", help="keep what is stored of other sides, for a short lease")
     parser.add_argument("--only", default="", help="measure where this expression is found in 'row: side'")
-    parser.add_argument("--label", default="", help="added to the name of each side, such as ', cuDNN 9.27'")
+    parser.add_argument("--cudnn", metavar="VERSION", help="the loaded cuDNN, added to the name of each side: 9.27")
     parser.add_argument("--tiny", action="store_true", help="tiny rows on a CPU, to test the script; stores nothing")
     options = parser.parse_args(arguments)
+    label, loaded = "", torch.backends.cudnn.version() or 0
+    if options.cudnn is not None:
+        label = f", cuDNN {options.cudnn}"
+        if (version := f"{loaded // 10_000}.{loaded // 100 % 100}") != options.cudnn:
+            parser.error(f"cuDNN {version} is loaded, not {options.cudnn}")
     out = options.out or (None if options.tiny else RESULTS)
     device, chosen = ("cpu", tiny_rows()) if options.tiny else ("cuda", rows())
     record: dict[str, Any] = {
@@ -264,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             name = side.removeprefix("ours: ")
             errors[name] = errors[name] if name in errors else error_of(name, checked, device)
             found["error"] = errors[name]
-        found["side"] += options.label
+        found["side"] += label
         results[row.name, found["side"]] = found
         say(f"{row.name}: {found['side']} {found.get('failure', 'done')}")
         torch.cuda.empty_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -19,6 +20,7 @@ from benchmarks.runner import RESULTS, gpu_provenance, say, store
 from ray_ulysses.config import Config
 from ray_ulysses.config.devices import DeviceSection
 from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.parallel.gpu_environment import expand_segments
 from ray_ulysses.planner.throughput import Work, configured_time
 
 EMULATED = (
@@ -76,9 +78,11 @@ def case_name(case: dict[str, Any]) -> str:
 def measured(case: dict[str, Any], script: str, limit_s: float) -> dict[str, Any]:
     """Return what a fresh process measured."""
     command = [sys.executable, str(Path(__file__).parent / script), json.dumps(case)]
-    done = None
+    done, environment = None, dict(os.environ)
+    # As `train` does.
+    expand_segments(environment)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, env=environment)
         found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
         said = "" if done is None else done.stderr[-1500:]

@@ -56,7 +56,12 @@ def profiled(step: Callable[[], Any], device: torch.device, path: str | None = N
     if path is not None:
         orders = ("self_cuda_time_total", "self_cpu_time_total") if is_cuda else ("self_cpu_time_total",)
         Path(path).write_text("\n".join(averages.table(sort_by=order, row_limit=60) for order in orders))
-    on_device = [one for one in averages if (one.device_type == torch.autograd.DeviceType.CUDA) == is_cuda]
+    on_device = [
+        one
+        for one in averages
+        # Annotations, such as that of the optimizer's step, span other events.
+        if (one.device_type == torch.autograd.DeviceType.CUDA) == is_cuda and not one.is_user_annotation
+    ]
     field = "self_device_time_total" if is_cuda else "self_cpu_time_total"
     times = sorted(((one.key, getattr(one, field) / 1e6) for one in on_device), key=lambda one: -one[1])
     return {"classes": by_class(times), "kernels": {name[:200]: seconds for name, seconds in times[:_LONGEST]}}

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,12 @@ import psutil
 if str(Path(__file__).resolve().parents[2]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.bench_recovery import wait
 from benchmarks.gpu.bench_step import LLAMA_1B
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
 
+_FIRST_COPY_S = 60.0
 _LAUNCHER = "ray_ulysses.supervision.launcher"
 
 
@@ -62,18 +62,31 @@ def timeline(events: Sequence[Any], killed_at: float) -> dict[str, Any]:
         "loaded_s": started.time - killed_at,
         "next_step_s": first.time - killed_at,
         "step_s": first.seconds,
+        "resumed_step": started.resumed_step,
         "lost_steps": last - started.resumed_step,
     }
 
 
-def recover(is_tiny: bool) -> dict[str, Any]:
-    """Train, kill the training process, and return what followed."""
+def recover(is_tiny: bool, limit_s: float) -> dict[str, Any]:
+    """Train, kill the training process, and return what followed.
+
+    Raises:
+        TimeoutError: It took longer than the limit.
+    """
     from ray_ulysses.cluster.rehearsal import TrainCommand
     from ray_ulysses.tracking.events import StepDone
     from tests.unit.tracking.journals import read_events
 
     os.environ["RAY_ADDRESS"] = ""
-    with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
+    began = time.monotonic()
+
+    def wait(holds: Callable[[], bool], what: str) -> None:
+        while not holds():
+            if time.monotonic() - began > limit_s:
+                raise TimeoutError(f"not within {limit_s:.0f} s: {what}")
+            time.sleep(0.1)
+
+    with tempfile.TemporaryDirectory(prefix="recovery-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
         config = config_of(folder, is_tiny)
         (folder / "config.yaml").write_text(config.to_yaml())
@@ -87,7 +100,9 @@ def recover(is_tiny: bool) -> dict[str, Any]:
 
         command.start()
         try:
-            wait(lambda: len(steps()) >= 20, "it trains")
+            # The first copy to peer memory reserves and fills the memory of the state: 15 GB with the large model.
+            first_s = 0.0 if is_tiny else _FIRST_COPY_S
+            wait(lambda: len(done := steps()) >= 20 and done[-1].time - done[0].time >= first_s, "it trains")
             found = training_process(command.pid)
             if found is None:
                 raise RuntimeError("no process trains below a launcher")

@@ -254,10 +254,12 @@ def trace_parameters_only(engine: Any) -> None:
 
 
 def _optimizer(groups: list[dict[str, Any]], settings: ZeroSettings) -> torch.optim.Optimizer:
+    from deepspeed.accelerator import get_accelerator
+
     options: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
     # On a GPU, one kernel updates all elements without temporaries, and steps are counted on the device. On a CPU, the
     # fused update rounds a tensor's last elements differently, so results would depend on the world size.
-    fused = (settings.offload_optimizer == "none" and torch.cuda.is_available()) or None
+    fused = (settings.offload_optimizer == "none" and get_accelerator().device_name() == "cuda") or None
     if settings.kind == "muon":
         dtype = torch.float32 if settings.dtype == "fp32" else torch.bfloat16
         return MuonAdamW(groups, dtype=dtype, fused=fused, **options)

@@ -7,6 +7,9 @@ import runpy
 import sys
 from pathlib import Path
 
+# The script of a rank finds only its own folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from ray_ulysses.parallel.gpu_environment import shared_gpu_environment
 
 

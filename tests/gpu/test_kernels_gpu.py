@@ -204,6 +204,22 @@ def test_no_token_sees_another_document_bitwise(kernel: KernelEntry, left: int |
         assert not torch.equal(a[500:800], b[500:800])
 
 
+@pytest.mark.parametrize("lengths", [[2048], [700, 1, 1000, 347]], ids=str)
+def test_gradients_are_written_into_views_of_one_payload(kernel: KernelEntry, lengths: list[int]) -> None:
+    """As they are with several ranks, where one exchange sends all three."""
+    tokens = sum(lengths)
+    inputs = make_inputs(tokens, tokens)
+    call = make_call(inputs, spans=spans_of(lengths))
+    skip_if_refused(kernel, call)
+    payload = torch.empty(tokens, sum(one[0].numel() for one in inputs[:3]), dtype=torch.bfloat16, device="cuda")
+    parts = payload.split([one[0].numel() for one in inputs[:3]], dim=1)
+    views = tuple(part.unflatten(1, one.shape[1:]) for part, one in zip(parts, inputs, strict=False))
+    out, lse = kernel.forward(call)
+    whole = Whole(inputs[3], out, lse)
+    for ours, wanted in zip(kernel.backward(call, whole, lambda: views), kernel.backward(call, whole), strict=True):
+        assert float((ours.double() - wanted.double()).norm()) <= 1e-2 * float(wanted.double().norm())
+
+
 @pytest.mark.parametrize("tokens", [131_072])
 @pytest.mark.parametrize("left", [None, 4095])
 def test_long_rows_equal_the_math_kernel_and_the_definition_at_their_end(

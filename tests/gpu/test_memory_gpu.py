@@ -15,6 +15,7 @@ from ray_ulysses.attention.recompute import checkpoint_contexts
 from ray_ulysses.data.read.reader import RowSlice
 from ray_ulysses.engine import activation_offload
 from ray_ulysses.engine.activation_offload import ActivationOffload, CudaCopies, PinnedRange, host_range
+from ray_ulysses.engine.fused_norms import fuse_norms
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.trainer.step import batch_of, read_back
 from tests.unit.attention.models import VOCAB, tiny_model
@@ -37,18 +38,26 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make_model(
-    kinds: Kinds = (), tile: int | Literal["off"] = "off", attention: Any = "math", dtype: torch.dtype = torch.bfloat16
+    kinds: Kinds = (),
+    tile: int | Literal["off"] = "off",
+    attention: Any = "math",
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    fused_norms: bool = False,
+    compiled: bool = False,
 ) -> tuple[Any, ActivationOffload | None]:
     torch.manual_seed(0)
     model: Any = tiny_model(
         "llama", hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=8,
         num_key_value_heads=2, max_position_embeddings=TOKENS,
-    ).to(DEVICE, dtype)  # fmt: skip
+    ).to(DEVICE, torch.bfloat16).to(dtype)  # fmt: skip
     apply_ulysses(model, SequenceMesh.from_group(None), attention=attention).train()
     model.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": checkpoint_contexts("both")}
     )
-    tile_mlps(model, tile)
+    if fused_norms:
+        assert len(fuse_norms(model)) == 2 * LAYERS + 1
+    tile_mlps(model, tile, compiled=compiled)
     if not kinds:
         return model, None
     offload = ActivationOffload(CudaCopies(ROOM, DEVICE), kinds, keep="both", budget_bytes=ROOM)
@@ -200,3 +209,24 @@ def test_the_logits_of_a_row_are_never_whole() -> None:
     peaks = {tile: peak_bytes(partial(step, tile)) for tile in ("off", 256)}  # type: ignore[arg-type]
     assert peaks["off"] >= 2 * tokens * vocabulary * 4
     assert peaks[256] <= 0.25 * peaks["off"]  # type: ignore[index]
+
+
+def test_fused_norms_and_compiled_tiles_in_bf16_are_as_close_to_fp32_as_without() -> None:
+    def found(dtype: torch.dtype, **options: Any) -> torch.Tensor:
+        model, _ = make_model(tile=500, dtype=dtype, **options)
+        values = gradients(model, stepper(model))
+        return torch.cat([values[name].flatten().double() for name in sorted(values) if name != "loss"])
+
+    truth = found(torch.float32)
+    plain, fused, compiled = (
+        float((found(torch.bfloat16, **options) - truth).norm() / truth.norm())
+        for options in ({}, {"fused_norms": True}, {"fused_norms": True, "compiled": True})
+    )
+    print(f"bf16 against fp32: {plain:.2e}, with fused norms {fused:.2e}, and compiled tiles {compiled:.2e}")
+    assert max(fused, compiled) <= 1.1 * plain
+
+
+def test_fused_norms_take_no_more_memory_than_tiled_ones() -> None:
+    tiled, fused = (peak_bytes(stepper(make_model(tile=500, fused_norms=one)[0])) for one in (False, True))
+    print(f"peak with tiled norms {tiled >> 20} MiB, with fused norms {fused >> 20} MiB")
+    assert fused <= 1.02 * tiled

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 
 from benchmarks.gpu import bench_recipe, bench_step, one_step, pinned, programme, recipe_rank, recovery_gpu
@@ -88,6 +90,41 @@ def test_an_item_of_steps_runs_on_a_cpu(item: str) -> None:
         assert cases[0]["classes"]["matrix products"] > 0
 
 
+@pytest.mark.parametrize("item", ITEMS)
+def test_the_tests_of_an_item_exist(item: str) -> None:
+    """A test that was renamed would cost a lent GPU's minutes."""
+    asked: list[str] = []
+
+    def call(command: Sequence[str], variables: Mapping[str, str], limit_s: float) -> tuple[int, str]:
+        asked.extend(one for one in command if one.startswith("tests/"))
+        return 0, "1 passed in 1.00s\n"
+
+    with (
+        mock.patch.object(programme.bench_kernels, "main", return_value={"found": []}),
+        mock.patch.object(recovery_gpu, "recover", side_effect=TimeoutError("no GPU")),
+    ):
+        run_item(item, lease(call=call))
+    for path, _, name in (one.partition("::") for one in asked):
+        assert not name or f"def {name}(" in (Path(programme.REPOSITORY) / path).read_text(), path
+    assert bool(asked) == (item in ("P1a", "P3a", "P3b", "P4", "P5"))
+
+
+def test_a_command_of_an_item_keeps_its_output_and_ends_with_its_children(tmp_path: Path) -> None:
+    script = (
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('measured 7'); print(child.pid, file=open('PID', 'w')); sys.stdout.flush()\n"
+        "sys.stderr.write('a warning of a rank\\n'); sys.stderr.flush()\n"
+    ).replace("PID", str(tmp_path / "pid"))
+    code, text = programme.call([sys.executable, "-c", script + "os.kill(child.pid, 9)\n"], {}, 60.0)
+    assert code == 0 and text == "a warning of a rank\nmeasured 7\n", "stdout is last, whose end says how tests ended"
+    code, text = programme.call([sys.executable, "-c", script + "time.sleep(600)"], {}, 8.0)
+    assert code == 124 and "measured 7" in text and text.endswith("not within 8 s")
+    child = int((tmp_path / "pid").read_text())
+    psutil.wait_procs([psutil.Process(child)] if psutil.pid_exists(child) else [], timeout=30)
+    assert not psutil.pid_exists(child)
+
+
 def test_kernels_run_on_a_cpu() -> None:
     (one,) = run_item("P2", lease())["parts"]
     assert one["holds"] and one["result"].startswith("8 measured")
@@ -101,4 +138,4 @@ def test_a_process_with_much_memory_is_killed() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_training_process_is_followed_by_a_step() -> None:
-    assert recovery_gpu.recover(is_tiny=True)["lost_steps"] <= 1
+    assert recovery_gpu.recover(is_tiny=True, limit_s=500.0)["lost_steps"] <= 1
