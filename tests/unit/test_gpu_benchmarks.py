@@ -125,6 +125,13 @@ def test_a_command_of_an_item_keeps_its_output_and_ends_with_its_children(tmp_pa
     assert not psutil.pid_exists(child)
 
 
+def test_a_page_in_another_folder_keeps_the_cases_that_are_stored(tmp_path: Path) -> None:
+    with mock.patch.object(programme, "run_item", return_value={"parts": []}):
+        programme.main(["P1b", "--out", str(tmp_path), "--tiny"])
+    stored = json.loads((tmp_path / "recipe_gpu.json").read_text())["found"]
+    assert stored == json.loads((programme.RESULTS / "recipe_gpu.json").read_text())["found"]
+
+
 def test_kernels_run_on_a_cpu() -> None:
     (one,) = run_item("P2", lease())["parts"]
     assert one["holds"] and one["result"].startswith("8 measured")
