@@ -22,7 +22,7 @@ from typing import Any
 if str(Path(__file__).resolve().parents[2]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu import bench_kernels, pinned, recovery_gpu
+from benchmarks.gpu import bench_kernels, floor, pinned, recovery_gpu
 from benchmarks.gpu.bench_recipe import RECIPE
 from benchmarks.gpu.bench_step import STEP
 from benchmarks.gpu.case_runs import Benchmark, Measure, case_name, measured, run, tiny, typical
@@ -113,6 +113,7 @@ def _words(one: Mapping[str, Any]) -> str:
         [
             f"{typical(dict(one)):.3f} s",
             *([f"MFU {one['mfu']:.1%}"] if one.get("mfu") else []),
+            *([f"{words} of the floor"] if (words := floor.in_words(one, typical(dict(one)))) else []),
             *([f"SM clock {clock[1]:.0f} MHz"] if clock else []),
             *([f"by class: {classes}"] if classes else []),
         ]
@@ -173,11 +174,13 @@ def recovered(lease: Lease) -> list[Found]:
     step, lost = one["resumed_step"], one["lost_steps"]
     result = f"next step after {one['next_step_s']:.1f} s, from the state of step {step}, {lost} steps lost"
     parent = (
-        "forked by a warm launcher" if one["is_forked"] else "a launcher itself: the next one imports everything again"
+        "forked by a warm launcher, which goes on"
+        if one["is_forked"]
+        else "a launcher itself: the next one imports everything again"
     )
     return [
         {"what": "a training process is killed", "result": result, "holds": step > 0, **one},
-        {"what": "the training process was", "result": parent, "holds": one["is_forked"]},
+        {"what": "the training process was", "result": parent, "holds": one["is_forked"] and one["launcher_survived"]},
     ]
 
 

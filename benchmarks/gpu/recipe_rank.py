@@ -24,6 +24,7 @@ if str(Path(__file__).resolve().parents[2]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu import clocks
+from benchmarks.gpu.floor import floor_of
 from benchmarks.gpu.kernel_classes import profiled
 from benchmarks.gpu.one_step import GIB, Step, mfu_of, peer_model, start_group, timed
 from ray_ulysses import SequenceMesh, causal_lm_loss, loss_scale, shard_batch
@@ -178,6 +179,9 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     with clocks.logged() as logged:
         seconds, memory = timed(step, case["steps"], case["device"])
     times = profiled(step, torch.device(case["device"]), case["profile"]) if case.get("profile") else {}
+    if case["side"] == "ours":
+        torch.cuda.empty_cache()
+        times |= floor_of(case)
     return {
         "seconds": seconds,
         "build_s": built - began,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
 
 _FIRST_COPY_S = 60.0
-_LAUNCHER = "ray_ulysses.supervision.launcher"
+_LAUNCHER, _IMAGE = "ray_ulysses.supervision.launcher", "ray_ulysses.supervision.image"
 
 
 def config_of(folder: Path, is_tiny: bool) -> Config:
@@ -41,12 +41,18 @@ def config_of(folder: Path, is_tiny: bool) -> Config:
 def training_process(command: int) -> tuple[psutil.Process, bool] | None:
     """Return the process that trains below a command, and whether a warm launcher has forked it.
 
-    A launcher that must not fork trains by itself, and its successor imports everything again.
+    A launcher that must not fork trains by itself, and its successor imports everything again. A launcher is executed
+    by its supervisor, or forked from the warm image. Forked processes keep the command line of their parent.
     """
-    for process in psutil.Process(command).children(recursive=True):
-        if _LAUNCHER in process.cmdline():
-            children = process.children()
-            return (children[0], True) if children else (process, False)
+    found = {one.pid: one for one in psutil.Process(command).children(recursive=True) if _LAUNCHER in one.cmdline()}
+
+    def depth(process: psutil.Process) -> int:
+        return 1 + depth(found[process.ppid()]) if process.ppid() in found else 0
+
+    for launcher in found.values():
+        if depth(launcher) == (1 if _IMAGE in launcher.cmdline() else 0):
+            children = [one for one in found.values() if one.ppid() == launcher.pid]
+            return (children[0], True) if children else (launcher, False)
     return None
 
 
@@ -107,10 +113,11 @@ def recover(is_tiny: bool, limit_s: float) -> dict[str, Any]:
             if found is None:
                 raise RuntimeError("no process trains below a launcher")
             process, is_forked = found
+            launcher = process.parent()
             attempt, killed_at = steps()[-1].attempt, time.time()
             process.kill()
             wait(lambda: steps()[-1].attempt > attempt, "it recovers")
-            events = read_events(config.run_dir)
+            events, survived = read_events(config.run_dir), launcher is not None and launcher.is_running()
         finally:
             command.stop(20.0)
-    return {"is_forked": is_forked, **timeline(events, killed_at)}
+    return {"is_forked": is_forked, "launcher_survived": survived, **timeline(events, killed_at)}

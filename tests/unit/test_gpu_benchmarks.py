@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from unittest import mock
 import psutil
 import pytest
 
-from benchmarks.gpu import bench_recipe, bench_step, one_step, pinned, programme, recipe_rank, recovery_gpu
+from benchmarks.gpu import bench_recipe, bench_step, floor, one_step, pinned, programme, recipe_rank, recovery_gpu
 from benchmarks.gpu.programme import ITEMS, Lease, run_item
 from tests.breadth import fast_only
 from tests.distributed.harness import run_ranks
@@ -88,6 +89,9 @@ def test_an_item_of_steps_runs_on_a_cpu(item: str) -> None:
     assert all(len(case["seconds"]) == case["steps"] for case in cases)
     if item == "P1a":
         assert cases[0]["classes"]["matrix products"] > 0
+        floor_s = cases[0]["floor"]["attention_s"] + cases[0]["floor"]["products_s"]
+        assert cases[0]["floor"]["s"] == floor_s > 0 and "floor" not in cases[1]
+        assert " of the floor" in record["parts"][1]["result"]
 
 
 @pytest.mark.parametrize("item", ITEMS)
@@ -132,6 +136,16 @@ def test_a_page_in_another_folder_keeps_the_cases_that_are_stored(tmp_path: Path
     assert stored == json.loads((programme.RESULTS / "recipe_gpu.json").read_text())["found"]
 
 
+def test_the_floor_of_a_step_is_that_of_the_stored_figures() -> None:
+    """At 131k, steps took 1.5 s more than attention at its stored rate and products at 790 TFLOP/s."""
+    recipe = json.loads((programme.RESULTS / "h200/recipe_gpu.json").read_text())["found"][0]
+    kernels = json.loads((programme.RESULTS / "h200/kernels_gpu.json").read_text())["found"]
+    (one,) = (one for one in kernels if one["row"] == "131k, one document, 1 of sp 8" and one["side"] == "ours: cudnn")
+    attention_s = 36 * sum(statistics.median(one[f"{phase}_ms"]) / 1e3 for phase in ("forward", "backward"))
+    floor_s = attention_s + floor.products_s(recipe["model"], recipe["context"] // 8)
+    assert statistics.median(recipe["seconds"]) - floor_s == pytest.approx(1.5, abs=0.1)
+
+
 def test_kernels_run_on_a_cpu() -> None:
     (one,) = run_item("P2", lease())["parts"]
     assert one["holds"] and one["result"].startswith("8 measured")
@@ -145,4 +159,6 @@ def test_a_process_with_much_memory_is_killed() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_training_process_is_followed_by_a_step() -> None:
-    assert recovery_gpu.recover(is_tiny=True, limit_s=500.0)["lost_steps"] <= 1
+    found = recovery_gpu.recover(is_tiny=True, limit_s=500.0)
+    assert found["lost_steps"] <= 1 and found["resumed_step"] > 0
+    assert found["is_forked"] and found["launcher_survived"], "the training process was killed, not its launcher"
