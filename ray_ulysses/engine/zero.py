@@ -164,7 +164,7 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
         _gather_head_at_once(model)
         gather_experts_at_once(model)
     groups = parameter_groups(model, settings.weight_decay, kind=settings.kind, groups=settings.groups)
-    optimizer = _optimizer(groups, settings)
+    optimizer = make_optimizer(groups, settings)
     config = zero_config(settings)
     swap_folder = None
     if settings.offload_optimizer == "nvme":
@@ -253,7 +253,8 @@ def trace_parameters_only(engine: Any) -> None:
             handle.remove()
 
 
-def _optimizer(groups: list[dict[str, Any]], settings: ZeroSettings) -> torch.optim.Optimizer:
+def make_optimizer(groups: list[dict[str, Any]], settings: ZeroSettings) -> torch.optim.Optimizer:
+    """Return the optimizer of ``parameter_groups``, which ZeRO will wrap."""
     from deepspeed.accelerator import get_accelerator
 
     options: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}

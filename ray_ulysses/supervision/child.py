@@ -8,7 +8,7 @@ import pickle
 import signal
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -94,9 +94,7 @@ def _join(order: Order, config: Config, listener: int) -> None:
     )
     device = torch.device(order.job.device)
     if device.type == "cuda":
-        choose_free_device(device, order.end_s)
-        keep_nccl_log(os.environ)
-        os.environ.update(WATCHDOG | os.environ)
+        prepare_gpu(device, order.end_s, os.environ)
     else:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // order.local_world_size))
     if (interface := interface_towards(order.host, order.port)) is not None:
@@ -118,6 +116,19 @@ def _join(order: Order, config: Config, listener: int) -> None:
         world_size=order.world_size,
         timeout=timeout,
     )
+
+
+def prepare_gpu(
+    device: torch.device,
+    within_s: float,
+    environment: MutableMapping[str, str],
+    *,
+    memory: Callable[[torch.device], tuple[int, int]] = torch.cuda.mem_get_info,
+) -> None:
+    """Select a free GPU, as `choose_free_device` does, and configure NCCL unless the user has done so."""
+    choose_free_device(device, within_s, memory=memory)
+    keep_nccl_log(environment)
+    environment.update(WATCHDOG | environment)
 
 
 def backend_of(device: torch.device) -> dict[str, Any]:

@@ -337,6 +337,13 @@ def test_a_slurm_job_starts_a_ray_node_on_each_of_its_nodes_and_passes_the_signa
     assert all("--address=n1:6379 --block" in started[node] for node in ("n2", "n3"))
 
 
+def test_the_image_has_one_cudnn() -> None:
+    """PyTorch's own; of two, the dynamic loader may choose the other one."""
+    text = (_INFRA / "Dockerfile").read_text(encoding="utf-8")
+    (base,) = re.findall(r"(?m)^ARG CUDA_IMAGE=(.+)$", text)
+    assert "cudnn" not in base and not re.search(r"(?m)^[^#]*cudnn", text)
+
+
 def test_the_image_copies_what_exists() -> None:
     text = (_INFRA / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     copied = [source for line in re.findall(r"(?m)^COPY (?!--from)(.+)$", text) for source in line.split()[:-1]]

@@ -47,6 +47,7 @@ CAUSES = [
 DEVICES = [
     RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously"),
     RuntimeError("CUDA error: unspecified launch failure"),
+    RuntimeError("CUDA error: misaligned address"),
     RuntimeError("NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus."),
     dist.DistBackendError("NCCL error, unhandled cuda error. Cuda failure 'unspecified launch failure'"),
     RunError("the self-test failed to run on rank 3 (n1): CUDA error: hardware stack error. Training uses"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -11,7 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import check_architecture, torch_dtype
-from ray_ulysses.engine.zero import ZeroSettings, gather_experts_at_once, partition_config, zero_config
+from ray_ulysses.engine.zero import (
+    ZeroSettings,
+    gather_experts_at_once,
+    make_optimizer,
+    partition_config,
+    zero_config,
+)
 from ray_ulysses.errors import UserError
 from ray_ulysses.planner.state_memory import NVME_SUB_GROUP
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
@@ -34,6 +41,26 @@ def test_gradients_are_summed_in_fp32_in_every_stage(
     assert config["communication_data_type"] == "fp32"
     assert config["bf16"]["immediate_grad_update"], "stage 1 would keep gradients in bf16 until the end of the step"
     assert partition_config(settings) == (config if stage == 3 else None)
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "fused"),
+    [
+        ("cuda", {}, True),
+        ("cuda", {"kind": "muon"}, True),
+        # DeepSpeed's CPU optimizer would have a flag of its own; without a GPU, it is not used.
+        ("cuda", {"offload_optimizer": "cpu"}, None),
+        ("cpu", {}, None),
+    ],
+    ids=str,
+)
+def test_the_update_is_fused_on_a_gpu(
+    device: str, changes: dict[str, Any], fused: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, the fused update rounds by the position in a tensor, so results would depend on the world size."""
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: SimpleNamespace(device_name=lambda: device))
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))], "kind": "adamw"}]
+    assert make_optimizer(groups, replace(SETTINGS, **changes)).param_groups[0]["fused"] is fused
 
 
 def test_nvme_has_a_buffer_for_each_tensor_of_a_sub_group_that_is_not_too_large() -> None:

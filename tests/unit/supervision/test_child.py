@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from ray_ulysses.errors import RunError
+from ray_ulysses.parallel.gpu_environment import nccl_log
 from ray_ulysses.supervision import child
-from ray_ulysses.supervision.child import WATCHDOG, backend_of, choose_free_device, interface_towards
+from ray_ulysses.supervision.child import WATCHDOG, backend_of, choose_free_device, interface_towards, prepare_gpu
 from tests.unit.fake_cuda import FakeCuda
 from tests.unit.peer_memory.test_agent import SetClock
 
@@ -54,6 +55,22 @@ def test_the_memory_of_the_process_before_is_waited_for(cuda: FakeCuda, caplog: 
     assert cuda.chosen == DEVICE
     assert wait(FULL, 71.0, 71.0, 0.5) == pytest.approx(0.6)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("own", [{}, {"NCCL_DEBUG": "WARN", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}], ids=str)
+def test_a_child_waits_for_its_gpu_and_configures_nccl_unless_the_user_has(cuda: FakeCuda, own: dict[str, str]) -> None:
+    looks, environment = [FULL, FULL], dict(own)
+
+    def memory(device: torch.device) -> tuple[int, int]:
+        if looks:
+            raise looks.pop()
+        return 80 * GIB, 80 * GIB
+
+    prepare_gpu(DEVICE, 60.0, environment, memory=memory)
+    assert cuda.chosen == DEVICE and not looks
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == own.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    assert environment["NCCL_DEBUG"] == own.get("NCCL_DEBUG", "INFO")
+    assert (nccl_log(environment) == "") and ("NCCL_DEBUG_FILE" in environment) == (not own)
 
 
 def test_memory_that_is_held_for_good_is_named_and_another_error_is_not_waited_for(
