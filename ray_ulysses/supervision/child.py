@@ -128,7 +128,8 @@ def prepare_gpu(
     """Select a free GPU, as `choose_free_device` does, and configure NCCL unless the user has done so."""
     choose_free_device(device, within_s, memory=memory)
     keep_nccl_log(environment)
-    environment.update(WATCHDOG | environment)
+    for name, value in WATCHDOG.items():
+        environment.setdefault(name, value)
 
 
 def backend_of(device: torch.device) -> dict[str, Any]:

@@ -18,7 +18,7 @@ SEAM: dict[int, list[SeamCase]] = {
     2: [
         *(SeamCase(architecture="llama", **{**TWO, "zero_stage": stage}) for stage in (1, 2, 3)),
         SeamCase(architecture="llama", ring_size=2, zero_stage=3, accumulation=2),
-        SeamCase(architecture="llama", **TWO, kept="both", head_groups=2),
+        SeamCase(architecture="llama", **TWO, kept="both", head_groups=2, has_fused_norms=True),
         SeamCase(architecture="mixtral", **TWO),
         SeamCase(architecture="qwen3_next", **TWO, kept="both"),
         SeamCase(architecture="jamba", ulysses_size=2, accumulation=2),

@@ -242,7 +242,7 @@ class _FastTokenizer:
         )
         masks = (named_tokens(directory).get("mask_token", ""), *_MASKS)
         self.mask_token_id = next((vocabulary[token] for token in masks if token in vocabulary), None)
-        self.unknown_token_id = self.token_id(getattr(self._tokenizer.model, "unk_token", None) or "")
+        self.unknown_token_id = self._unknown_id()
         made = spelled(self._special, self._ids)
         ignored = self._meaningless_ids() if made else set()
         self.forgeable = MappingProxyType({one: text for one, text in made.items() if one not in ignored})
@@ -258,11 +258,12 @@ class _FastTokenizer:
         return {self._unknown_id(), *(self.token_id(token) for token in padding if token)}
 
     def _unknown_id(self) -> int | None:
-        model = self._fields["model"]
-        unknown = model.get("unk_token")
-        if unknown is None and isinstance(model.get("unk_id"), int):
-            unknown = model["vocab"][model["unk_id"]][0]
-        return self.token_id(unknown) if unknown else None
+        if hasattr(self._tokenizer.model, "unk_token"):
+            unknown = self._tokenizer.model.unk_token
+            return self.token_id(unknown) if unknown else None
+        # A Unigram model, whose pieces are numbered by their place in the vocabulary.
+        number: int | None = self._fields["model"]["unk_id"]
+        return number
 
     @property
     def _fields(self) -> dict[str, Any]:

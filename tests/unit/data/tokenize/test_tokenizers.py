@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare import unit_writer
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.rows import ChatRow, RowError
@@ -167,6 +168,18 @@ def test_a_text_with_a_part_that_has_no_token_is_rejected(
         kept, left_out = prepare_texts(tmp_path / str(longest), texts, directory)
         assert kept == [1, 3, 5] and left_out.keys() == {2, 4}
         assert all(reason.startswith("part of the text has no token: ") for reason in left_out.values())
+
+
+@pytest.mark.parametrize("kind", ["WordLevel", "Unigram"])
+def test_unknown_tokens_are_counted(tmp_path: Path, kind: str) -> None:
+    directory = model_tokenizer(tmp_path / "tokenizer", kind, ["</s>", "<unk>", "a", "fox"])
+    fields = json.loads((directory / "tokenizer.json").read_text())
+    if kind == "Unigram":
+        fields["model"]["unk_id"] = 1
+        (directory / "tokenizer.json").write_text(json.dumps(fields))
+    assert load_tokenizer(directory).unknown_token_id == 1
+    prepare_texts(tmp_path / "made", ["a fox", "a zebra é"], directory)
+    assert Corpus.open(tmp_path / "made" / "corpus").info.encoding.num_unknown > 0
 
 
 @pytest.mark.parametrize("kind", ["WordLevel", "WordPiece", "Unigram", "vocab.txt"])
