@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch, held_document_lengths
 from ray_ulysses.attention.documents import on_device, pack_documents
 from ray_ulysses.data.fingerprint import mix_int
-from ray_ulysses.data.read.digest import MODULUS, add_digests, from_int64, ranges_checksum, row_digest, to_int64
+from ray_ulysses.data.read.digest import MODULUS, add_digests, ranges_checksum, row_digest, to_int64
 from ray_ulysses.elastic.outliers import WINDOW_STEPS, spike_bound
 from ray_ulysses.engine.loss import loss_scale
 from ray_ulysses.errors import FinalError, RunError
@@ -411,7 +411,7 @@ def _agree(
     read: list[float] = sums.tolist()
     row_losses, added = read[: num_losses - NUM_ADDED], read[num_losses - NUM_ADDED : num_losses]
     loss_sum = sum(row_losses)
-    digest = add_digests(*(row_digest(row, from_int64(value)) for row, value in zip(rows, row_sums, strict=True)))
+    digest = add_digests(*(row_digest(row, value) for row, value in zip(rows, row_sums, strict=True)))
     is_finite = math.isfinite(loss_sum) and num_bad_norms == 0
     if routers is not None and is_finite:
         routers.balance(sums[first_router:])

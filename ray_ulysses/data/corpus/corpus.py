@@ -319,20 +319,17 @@ class _SpanTable:
         """Return the loss weight of each token ``[first, last)`` of a document; 0 outside the document's spans."""
         last = max(first, last)
         weights = np.zeros(last - first, dtype=np.float32)
-        for starts, stops, *of_spans in self._spans_of(document):
-            sizes = np.clip(stops, first, last) - np.clip(starts, first, last)
-            mask = span_mask(starts, stops, first, last)
-            weights[mask] = np.repeat(of_spans[0], sizes) if of_spans else 1
-        return weights
-
-    def _spans_of(self, document: int) -> Iterator[list[NDArray[Any]]]:
-        """Yield a document's span columns except ``document``, once per row group that may contain its spans."""
+        # The row groups that may contain the document's spans.
         begin = int(np.searchsorted(self._last_documents, document, side="left"))
         end = int(np.searchsorted(self._first_documents, document, side="right"))
         for number in range(begin, end):
             documents, *columns = _columns(self._groups.group(number), self._columns)
             rows = slice(*np.searchsorted(documents, [document, document + 1]))
-            yield [column[rows] for column in columns]
+            starts, stops, *of_spans = (column[rows] for column in columns)
+            sizes = np.clip(stops, first, last) - np.clip(starts, first, last)
+            mask = span_mask(starts, stops, first, last)
+            weights[mask] = np.repeat(of_spans[0], sizes) if of_spans else 1
+        return weights
 
     def _check_group(self, number: int, table: pa.Table) -> None:
         # Page checksums do not detect that the file was replaced after it was opened.
@@ -396,14 +393,14 @@ def corpus_exists(location: Path | str, *, is_complete: bool = False) -> bool:
     """
     folder = open_folder(location)
     try:
-        return RETRY.call(folder, lambda: _is_complete(folder) if is_complete else folder.exists())
+        return RETRY.call(folder, lambda: _has(folder, CORPUS_FILE) if is_complete else folder.exists())
     except OSError as error:
         raise unreadable(folder, error.strerror) from error
 
 
-def _is_complete(folder: FileStore) -> bool:
+def _has(folder: FileStore, key: str) -> bool:
     try:
-        folder.size(CORPUS_FILE)
+        folder.size(key)
     except FileNotFoundError:
         return False
     return True
@@ -425,11 +422,8 @@ def _read_info(folder: FileStore) -> CorpusInfo:
             )
         return CorpusInfo.from_json(fields)
     except FileNotFoundError:
-        try:
-            folder.size(PREPARATION_FILE)
-        except FileNotFoundError:
-            problem = f"is not a prepared corpus (no {CORPUS_FILE}); create one with `ray-ulysses prepare`"
-        else:
+        problem = f"is not a prepared corpus (no {CORPUS_FILE}); create one with `ray-ulysses prepare`"
+        if _has(folder, PREPARATION_FILE):
             problem = "the preparation is not finished; run the same `ray-ulysses prepare` again to continue it"
         raise UserError(f"data.path={folder}: {problem}") from None
     except (OSError, ContentError) as error:

@@ -136,14 +136,13 @@ class RowGroupWriter:
             self._pending = [rows.slice(whole)]
             self._num_pending = rows.num_rows - whole
 
-    def close(self, content_crc32: int | None = None) -> None:
-        """Write the buffered rows and the footer, which includes the content checksum if one is given."""
+    def close(self, content_crc32: int) -> None:
+        """Write the buffered rows and the footer, which includes the content checksum."""
         if self._num_pending:
             self._write(pa.concat_tables(self._pending))
         if self._checksum is not None:
             self._writer.add_key_value_metadata({_GROUPS_KEY: " ".join(f"{one:08x}" for one in self._groups_crc32)})
-        if content_crc32 is not None:
-            self._writer.add_key_value_metadata({_CONTENT_KEY: f"{content_crc32:08x}"})
+        self._writer.add_key_value_metadata({_CONTENT_KEY: f"{content_crc32:08x}"})
         self._writer.close()
 
     def _write(self, rows: pa.Table) -> None:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,12 +40,12 @@ _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Permutation:
+class Permutation(NamedTuple):
     """A seeded permutation of ``size`` elements in constant memory: each element is computed from its position.
 
     A cycle-walking Feistel network on the smallest power of two that covers all positions (Black and Rogaway, "Ciphers
-    with arbitrary finite domains", CT-RSA 2002). Its six rounds of a 64-bit mixer are not meant for encryption.
+    with arbitrary finite domains", CT-RSA 2002). Its six rounds of a 64-bit mixer are not meant for encryption. The
+    compiled functions take the fields in this order.
     """
 
     size: np.uint64
@@ -58,7 +57,7 @@ class Permutation:
     @classmethod
     def seeded(cls, size: int, *seeds: int) -> Permutation:
         """Return the permutation for the given seeds, identical on every machine."""
-        bits = max(2, (size - 1).bit_length()) if size else 2
+        bits = max(2, (size - 1).bit_length())
         key = 0
         for seed in seeds:
             key = mix_int(key ^ mix_int(seed))
@@ -69,15 +68,10 @@ class Permutation:
             round_keys=np.asarray([mix_int(key + number) for number in range(NUM_ROUNDS)], dtype=np.uint64),
         )
 
-    @property
-    def arguments(self) -> tuple[np.uint64, np.uint64, np.uint64, NDArray[np.uint64]]:
-        """The fields as positional arguments of the compiled functions: size, low bits, high bits, round keys."""
-        return self.size, self.low_bits, self.high_bits, self.round_keys
-
     def elements(self, first: int, stop: int) -> NDArray[np.int64]:
         """Return the elements at positions ``[first, stop)``."""
         out = np.empty(stop - first, dtype=np.int64)
-        _permute_range(first, *self.arguments, out)
+        _permute_range(first, *self, out)
         return out
 
 
@@ -157,7 +151,7 @@ class Drawing:
         if tokens >= self.available_tokens(source):
             chosen[documents] = ~self._taken[documents] if self._taken.size else True
             return
-        order = (self._bases[source], *self._orders[source].arguments)
+        order = (self._bases[source], *self._orders[source])
         _choose_least_used(tokens, order, uses, self._lengths, self._skipped, self._capacity, self._overlong, chosen)
 
     def pieces(
@@ -194,7 +188,7 @@ class Drawing:
             place, count = _draw_block(
                 place,
                 num_places,
-                order.arguments,
+                tuple(order),
                 (cumulative, self._bases),
                 self._lengths,
                 (*self._skipped, held_out),

@@ -103,8 +103,7 @@ def build_segment(
         UserError: The settings allow no plan, or leave no documents for training or for evaluation.
     """
     _check(documents, settings, remainder)
-    lengths = np.ascontiguousarray(documents.lengths, dtype=np.uint32)
-    planning = _Planning(documents, lengths, settings, remainder, take_pieces)
+    planning = _Planning(documents, settings, remainder, take_pieces)
     evaluation, num_held, num_without = planning.evaluation()
     evaluation = _with_validation(evaluation, documents, settings)
     train, epochs = planning.train()
@@ -123,7 +122,7 @@ def build_segment(
                 "documents, set data.overlong=split or increase data.context_tokens"
             )
         raise UserError(
-            f"data: none of the {lengths.size} documents is left for training ({num_held} are held out by "
+            f"data: none of the {documents.lengths.size} documents is left for training ({num_held} are held out by "
             f"data.eval_fraction={settings.eval_fraction}, {num_without} have fewer than 2 tokens); decrease "
             "data.eval_fraction, add documents to the corpus, or increase data.epochs"
         )
@@ -164,19 +163,19 @@ def _with_validation(held_out: Rows, documents: PlanInput, settings: PlanSetting
     first = int(first_documents(documents.sources)[-1])
     stats, pieces = [held_out.stats(0, held_out.num_rows)], [held_out.closed_pieces()]
     for one in documents.validation:
-        path, lengths = one.sources[0].path, np.ascontiguousarray(one.lengths, dtype=np.uint32)
         try:
-            if not (lengths >= 2).any():
+            if not (one.lengths >= 2).any():
                 raise UserError("no document has two tokens")
-            rows, _, _ = _Planning(one, lengths, replace(settings, eval_fraction=1.0), None, None).evaluation()
+            rows, _, _ = _Planning(one, replace(settings, eval_fraction=1.0), None, None).evaluation()
             if not rows.num_rows:
                 raise UserError("no document has a label")
         except UserError as error:
+            path = one.sources[0].path
             raise UserError(f"data.validation={path}: {error}; remove the corpus, or change it") from error
         found = rows.closed_pieces()
         stats.append(rows.stats(0, rows.num_rows))
         pieces.append(replace(found, document=found.document + first))
-        first += lengths.size
+        first += one.lengths.size
     return Rows(entries=_with_first_pieces(RowStats.join(stats), 0), all_pieces=Pieces.join(pieces))
 
 
@@ -184,16 +183,13 @@ class _Planning:
     def __init__(
         self,
         documents: PlanInput,
-        lengths: NDArray[np.uint32],
         settings: PlanSettings,
         remainder: Remainder | None,
         take_pieces: Callable[[Pieces], None] | None,
     ) -> None:
-        self._documents = documents
-        self._lengths = lengths
-        self._settings = settings
-        self._remainder = remainder
+        self._documents, self._settings, self._remainder = documents, settings, remainder
         self._take_pieces = take_pieces
+        self._lengths = lengths = np.ascontiguousarray(documents.lengths, dtype=np.uint32)
         self._bases = first_documents(documents.sources)
         assert int(self._bases[-1]) == lengths.size, "the sources' documents and the lengths differ in number"
         self._counts = [source.num_documents if source.is_used else 0 for source in documents.sources]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -35,7 +34,7 @@ from ray_ulysses.storage.hub import is_id
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.lock import LockOwner, NoLocksError, lock_file, read_owner, write_note
-from ray_ulysses.storage.regular import read_regular
+from ray_ulysses.storage.regular import close_quietly, read_regular
 from ray_ulysses.storage.retry import RETRY, RetryPolicy, is_transient
 from ray_ulysses.validation import parse_json
 
@@ -306,12 +305,11 @@ def _finished_units(preparation: Preparation) -> tuple[UnitResult, ...]:
 
 def _with_absolute_paths(request: PrepareRequest) -> PrepareRequest:
     """Make existing paths absolute, since the workers' working directory differs; leave hub ids unchanged."""
-    paths = tuple(_absolute(path) for path in request.sources.paths)
     return replace(
         request,
-        sources=replace(request.sources, paths=paths),
+        sources=replace(request.sources, paths=tuple(map(_absolute, request.sources.paths))),
         out=expand_home(request.out).absolute(),
-        without=tuple(_absolute(path) for path in request.without),
+        without=tuple(map(_absolute, request.without)),
         tokenizer=_absolute(request.tokenizer) if request.tokenizer != BYTES else BYTES,
     )
 
@@ -439,8 +437,7 @@ def directory_lock(directory: Path, retry: RetryPolicy = RETRY) -> Iterator[None
         with suppress(OSError):
             path.unlink()
         # Closing the descriptor releases the lock even if ``close`` reports an error.
-        with suppress(OSError):
-            os.close(descriptor)
+        close_quietly(descriptor)
 
 
 def _take(path: Path, note: bytes) -> int:
@@ -451,8 +448,7 @@ def _take(path: Path, note: bytes) -> int:
         try:
             write_note(descriptor, note)
         except OSError:
-            with suppress(OSError):
-                os.close(descriptor)
+            close_quietly(descriptor)
             raise
     except BlockingIOError as error:
         owner = read_owner(path) or "another process that has not written its name yet"

@@ -111,9 +111,9 @@ def unit_file(out: Path, index: int, suffix: str) -> Path:
 def unit_signature(unit: Unit, encoder: DocumentEncoder) -> str:
     """Return a hash of a unit's content, format and encoding. A finished unit with the same hash is reused."""
     parts = [str(FORMAT_VERSION), unit.signature, encoder.tokenizer.info.fingerprint, encoder.fingerprint]
-    if unit.kind != "text" and unit.fields.kind == "messages":
+    if unit.fields.kind == "messages":
         parts.append(encoder.chat.fingerprint)
-    if unit.kind != "text" and unit.fields.kind == "pair":
+    if unit.fields.kind == "pair":
         # Answers that are text need no chat format.
         with suppress(UserError):
             parts.append(encoder.chat.fingerprint)
@@ -185,9 +185,9 @@ def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
         turn_ends=tuple(sorted(collected.turn_ends)),
         token_counts=None if collected.counts is None else tuple(collected.counts.tolist()),
         lines=collected.lines,
-        are_pairs=unit.kind != "text" and unit.fields.kind in ("pair", "answer", "query"),
-        are_queries=unit.kind != "text" and unit.fields.kind == "query",
-        has_labels=unit.kind != "text" and unit.fields.label is not None,
+        are_pairs=unit.fields.kind in ("pair", "answer", "query"),
+        are_queries=unit.fields.kind == "query",
+        has_labels=unit.fields.label is not None,
         num_chats=collected.num_chats,
         num_chat_documents=collected.num_chat_documents,
         num_open_turns=collected.num_open_turns,

@@ -16,7 +16,6 @@ from ray_ulysses.data.fingerprint import mix, mix_int
 from ray_ulysses.data.read.reader import RowSlice
 
 MODULUS = 1 << 64
-_SIGN = 1 << 63
 _WEIGHTS = np.uint64(0x77656967687473)
 
 
@@ -75,7 +74,7 @@ def _weights_checksum(first_position: int, weights: NDArray[np.float32]) -> int:
 
 
 def row_digest(row: int, row_checksum: int) -> int:
-    """Return the digest of a row, given the sum of its slices' checksums; 0 for a filler row."""
+    """Return the digest of a row, given the sum of its slices' checksums modulo 2**64; 0 for a filler row."""
     if row < 0:
         return 0
     return mix_int(mix_int(row) ^ (row_checksum % MODULUS))
@@ -88,9 +87,4 @@ def add_digests(*digests: int) -> int:
 
 def to_int64(value: int) -> int:
     """Return the signed integer with the same 64 bits. int64 sums of such integers wrap to the same digest."""
-    return value - MODULUS if value >= _SIGN else value
-
-
-def from_int64(value: int) -> int:
-    """Return the digest that has the same 64 bits as a signed integer."""
-    return value % MODULUS
+    return value - MODULUS if value >= MODULUS // 2 else value

@@ -187,14 +187,8 @@ class RowFields:
         for role, value in given.items():
             if not value:
                 refuse(role, "is empty", "set it to the name of a key or column")
-        alone = [
-            "text",
-            "tokens",
-            "messages",
-            "chosen",
-            "query",
-            *(() if {"messages", "chosen"} & {*given} else ("prompt",)),
-        ]
+        of_messages = {"messages", "chosen"} & {*given}
+        alone = ("text", "tokens", "messages", "chosen", "query", *(() if of_messages else ("prompt",)))
         chosen = [role for role in alone if role in given]
         for other in chosen[1:]:
             refuse(
@@ -202,17 +196,14 @@ class RowFields:
                 f"a row has only one kind, and {option(chosen[0])}={given[chosen[0]]!r} selects another kind",
                 "remove one of the two options, and prepare rows of another kind as a separate corpus",
             )
-        for role, partner in (("labels", "tokens"), ("tools", "messages")):
-            if role in given and partner not in given:
-                refuse(role, f"requires {option(partner)}, which is not set")
-        pairs = [("input", "completion"), ("system", "messages"), ("chosen", "rejected"), ("rejected", "chosen")]
-        pairs += [("query", "positive"), ("positive", "query")]
-        if not {"messages", "chosen"} & {*given}:
+        pairs = [("labels", "tokens"), ("tools", "messages"), ("input", "completion"), ("system", "messages")]
+        pairs += [("chosen", "rejected"), ("rejected", "chosen"), ("query", "positive"), ("positive", "query")]
+        if not of_messages:
             pairs += [("prompt", "completion"), ("completion", "prompt")]
         for role, partner in pairs:
             if role in given and partner not in given:
                 refuse(role, f"requires {option(partner)}, which is not set")
-        for other in {"messages", "chosen"} & {*given} if "completion" in given else ():
+        for other in of_messages if "completion" in given else ():
             rule = f"{option(other)}={given[other]!r} already contains the completion"
             refuse("completion", rule, "remove one of the two options")
         if "weight" in given and self.kind in ("pair", "answer", "query"):

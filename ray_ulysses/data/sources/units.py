@@ -7,7 +7,6 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,7 +77,7 @@ class Unit:
     files and MDS shards into ranges of rows. Text files, JSON files and compressed files are never divided.
     """
 
-    index: int
+    index: int = 0
     """Index in the list of units, whose order determines the document order."""
     kind: UnitKind
     files: tuple[FileStamp, ...]
@@ -167,8 +166,7 @@ def list_units(
                     reason = "a text file in a Hub dataset that has rows"
                 texts.append(left_out(file.path, reason))
             else:
-                split = splits.get(file.path)
-                groups[kind, RowFields() if kind in ("text", "fasta") else fields, split].append(file)
+                groups[kind, fields, splits.get(file.path)].append(file)
     for kind in ("text", "json", "jsonl", "parquet", "fasta"):
         for (of_group, fields, split), files in groups.items():
             if of_group == kind:
@@ -196,8 +194,6 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
     Raises:
         UserError: The dataset can't be opened, lacks the split, or has several splits although ``split`` is None.
     """
-    if find_spec("datasets") is None:
-        raise UserError("--kind=datasets: requires the package `datasets`; install it, or use Parquet files")
     is_saved = _is_saved_dataset(Path(path))
     if not Path(path).exists() and (refused := hub_refusal(path, "dataset")) is not None and not _is_cached(path):
         raise UserError(
@@ -306,20 +302,18 @@ def _ranges(sizes: Sequence[int], unit_bytes: int) -> Iterator[tuple[int, int, i
 def _units_of(kind: UnitKind, files: Sequence[FileStamp], fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
     if kind in ("text", "json"):
         for first, last, num_bytes in _ranges([file.num_bytes for file in files], unit_bytes):
-            yield Unit(index=0, kind=kind, files=tuple(files[first:last]), num_bytes=num_bytes, fields=fields)
+            yield Unit(kind=kind, files=tuple(files[first:last]), num_bytes=num_bytes, fields=fields)
         return
     for file in files:
-        whole = Unit(index=0, kind=kind, files=(file,), num_bytes=file.num_bytes, fields=fields)
+        whole = Unit(kind=kind, files=(file,), num_bytes=file.num_bytes, fields=fields)
         if kind == "parquet":
             for first, last, num_bytes in _ranges(_row_group_bytes(file, fields), unit_bytes):
                 yield replace(whole, first=first, last=last, num_bytes=num_bytes)
-            continue
-        ranges = byte_ranges(file.num_bytes, unit_bytes)
-        if len(ranges) == 1 or is_packed(file.path):
+        elif len(ranges := byte_ranges(file.num_bytes, unit_bytes)) == 1 or is_packed(file.path):
             yield whole
-            continue
-        for first, last in ranges:
-            yield replace(whole, first=first, last=last, num_bytes=last - first)
+        else:
+            for first, last in ranges:
+                yield replace(whole, first=first, last=last, num_bytes=last - first)
 
 
 def _tool_units(found: Sequence[DataSetFiles], fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
@@ -328,7 +322,7 @@ def _tool_units(found: Sequence[DataSetFiles], fields: RowFields, unit_bytes: in
     num_samples = sum(header.offsets.size - 1 for header in shards.values())
     for one in found:
         first_file = one.files[0]
-        whole = Unit(index=0, kind=one.kind, files=one.files, num_bytes=first_file.num_bytes)
+        whole = Unit(kind=one.kind, files=one.files, num_bytes=first_file.num_bytes)
         if one.kind != "mds":
             documents = token_documents(one.files)
             row_bytes = np.diff(documents.borders) * documents.dtype.itemsize
@@ -381,7 +375,6 @@ def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Uni
     for first in range(0, num_rows, rows_per_unit):
         last = min(first + rows_per_unit, num_rows)
         yield Unit(
-            index=0,
             kind="datasets",
             files=(stamp,),
             first=first,

@@ -26,7 +26,7 @@ from ray_ulysses.data.sources.rows import WEIGHT, RowError, strings
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate, Messages, Tools
 from ray_ulysses.data.tokenize.dividing import unwritable_text_refused
 from ray_ulysses.data.tokenize.options import EncodingOptions, TrainOn
-from ray_ulysses.data.tokenize.spans import EncodedDocument
+from ray_ulysses.data.tokenize.spans import EncodedDocument, Int64Array
 from ray_ulysses.data.tokenize.turns import (
     REASONING,
     WrittenChat,
@@ -41,8 +41,6 @@ from ray_ulysses.errors import UserError
 if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as RustTokenizer
-
-_Int64Array = NDArray[np.int64]
 
 _BYTE_ROLES = ("system", "user", "assistant", "tool")
 _TOOLS_HINT = "leave --tools-field out, or use a tokenizer whose chat template writes them"
@@ -268,7 +266,7 @@ class TemplateChat:
                         raise RowError(f"{name} contains the text of the special token '{token}'")
 
     def _refuse_forged_tokens(
-        self, written: WrittenChat, ids: _Int64Array, offsets: _Int64Array, messages: Messages, tools: Tools
+        self, written: WrittenChat, ids: Int64Array, offsets: Int64Array, messages: Messages, tools: Tools
     ) -> None:
         """Refuse special tokens that the template or the tokenizer forms from the conversation's strings."""
         text, places = written.text, np.flatnonzero(np.isin(ids, [*self._traced]))
@@ -345,7 +343,7 @@ _LEARNED: dict[TrainOn, str] = {"all": "all assistant turns are supervised", "la
 
 
 def _turn_end(
-    is_special: NDArray[np.bool_], offsets: _Int64Array, text: str, begin: int, end: int, last: int, *, has_marks: bool
+    is_special: NDArray[np.bool_], offsets: Int64Array, text: str, begin: int, end: int, last: int, *, has_marks: bool
 ) -> int | None:
     """Return the index of the special token that ends a turn, or None if no special token ends the turn.
 

@@ -119,9 +119,7 @@ class DocumentEncoder:
         """
         if isinstance(content, str):
             ids = self._framed(content)
-            _refuse_without_labels(np.array([ids.size]))
-            starts, stops = np.zeros(1, dtype=np.int64), np.array([ids.size], dtype=np.int64)
-            return [EncodedDocument(ids=ids, starts=starts, stops=stops)]
+            return [_encoded(ids, np.zeros(1, dtype=np.int64), np.array([ids.size], dtype=np.int64))]
         if isinstance(content, TokenRow):
             return self._window(content) if content.is_window else [self._token_row(content)]
         if isinstance(content, ChatRow):

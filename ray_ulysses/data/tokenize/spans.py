@@ -68,7 +68,9 @@ class LabelSpans:
 
     def __post_init__(self) -> None:
         self._check()
-        object.__setattr__(self, "_before", _running_sum(self.stops - self.starts))
+        before = np.zeros(self.starts.size + 1, dtype=np.int64)
+        np.cumsum(self.stops - self.starts, out=before[1:])
+        object.__setattr__(self, "_before", before)
         object.__setattr__(self, "_most_spans", int(np.diff(self.offsets).max(initial=0)))
 
     def count(self, documents: Int64Array, first: Int64Array, last: Int64Array) -> Int64Array:
@@ -130,9 +132,3 @@ def mask_spans(mask: NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
     """Return the start and stop indices of each run of True values in a mask."""
     edges = np.diff(np.concatenate([[0], mask.astype(np.int8), [0]]))
     return np.flatnonzero(edges == 1).astype(np.int64), np.flatnonzero(edges == -1).astype(np.int64)
-
-
-def _running_sum(values: Int64Array) -> Int64Array:
-    total = np.zeros(values.size + 1, dtype=np.int64)
-    np.cumsum(values, out=total[1:])
-    return total

@@ -103,8 +103,8 @@ class Tokens:
     """Token ids by token text, including added tokens."""
     added: Mapping[int, str]
     """Added tokens by id."""
-    merges: Sequence[str | Sequence[str]]
-    """BPE merges as in `tokenizer.json`: pairs, or strings with a space."""
+    merges: Sequence[Sequence[str]]
+    """BPE merges as in `tokenizer.json`: pairs."""
 
     def vocabulary(self) -> Vocabulary:
         """Return the description to store with a corpus."""
@@ -112,7 +112,7 @@ class Tokens:
             size=max(self.ids.values()) + 1,
             added=tuple(sorted(self.added.items())),
             others=self._hash_without(self.added.keys()),
-            merges=self._hash_of_merges(),
+            merges=_hash(map(" ".join, self.merges)),
         )
 
     def difference_from(self, corpus: Vocabulary) -> str | None:
@@ -138,7 +138,7 @@ class Tokens:
         if self._hash_without({*beyond, *(token_id for token_id, _ in corpus.added)}) != corpus.others:
             size = max(self.ids.values()) + 1
             return f"ids up to {corpus.size - 1} in the corpus and up to {size - 1} in the model have different texts"
-        if self._hash_of_merges() != corpus.merges:
+        if _hash(map(" ".join, self.merges)) != corpus.merges:
             return "their merges differ, so the same text gets different tokens"
         return None
 
@@ -146,9 +146,6 @@ class Tokens:
         skipped = frozenset(left_out)
         entries = sorted((token_id, text) for text, token_id in self.ids.items() if token_id not in skipped)
         return _hash(f"{token_id} {text}" for token_id, text in entries)
-
-    def _hash_of_merges(self) -> str:
-        return _hash(merge if isinstance(merge, str) else " ".join(merge) for merge in self.merges)
 
 
 def _hash(texts: Iterable[str]) -> str:
@@ -266,11 +263,10 @@ class _FastTokenizer:
         return number
 
     @property
-    def _fields(self) -> dict[str, Any]:
+    def _fields(self) -> Any:
         # Read the library's own form: a file may have lists where objects are expected, and may be deleted during a
         # long preparation. The fields are large and therefore not cached.
-        fields: dict[str, Any] = json.loads(self._tokenizer.to_str())
-        return fields
+        return json.loads(self._tokenizer.to_str())
 
     @property
     def tokens(self) -> Tokens:
@@ -362,7 +358,14 @@ def _loaded(directory: Path) -> RustTokenizer:
     from tokenizers.models import BPE
 
     if not (directory / "tokenizer.json").is_file():
-        tokenizer = RustTokenizer.from_str(_through_transformers(directory).to_str())
+        loaded = transformers_tokenizer(directory)
+        backend = getattr(loaded, "backend_tokenizer", None)
+        if backend is None:
+            raise UserError(
+                f"tokenizer={directory}: Transformers has only the pure Python class {type(loaded).__name__}; "
+                "use a directory with a tokenizer.json"
+            )
+        tokenizer = RustTokenizer.from_str(backend.to_str())
     else:
         data = (directory / "tokenizer.json").read_bytes()
         try:
@@ -403,17 +406,6 @@ def transformers_tokenizer(directory: Path) -> Any:
             f"tokenizer={directory}: can't be loaded ({error}); "
             "use a directory that AutoTokenizer.from_pretrained can load"
         ) from error
-
-
-def _through_transformers(directory: Path) -> RustTokenizer:
-    loaded = transformers_tokenizer(directory)
-    backend: RustTokenizer | None = getattr(loaded, "backend_tokenizer", None)
-    if backend is None:
-        raise UserError(
-            f"tokenizer={directory}: Transformers has only the pure Python class {type(loaded).__name__}; "
-            "use a directory with a tokenizer.json"
-        )
-    return backend
 
 
 Tokenizer = ByteTokenizer | _FastTokenizer

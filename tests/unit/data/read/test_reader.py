@@ -21,7 +21,7 @@ from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource, open_sour
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.data.plan.segment import PlanSettings
-from ray_ulysses.data.read.digest import add_digests, checksum, from_int64, row_digest, slice_checksum, to_int64
+from ray_ulysses.data.read.digest import add_digests, checksum, row_digest, slice_checksum, to_int64
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowReader, RowSlice, slice_row
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.tokenize.spans import LabelSpans
@@ -168,8 +168,9 @@ def test_rows_that_swap_contents_a_repeated_row_and_a_lost_one_are_noticed() -> 
 def test_signed_sums_that_wrap_give_the_same_digest() -> None:
     values = [row_digest(row, row * 7919) for row in range(100)]
     signed = np.asarray([to_int64(value) for value in values], dtype=np.int64)
-    assert from_int64(int(signed.sum(dtype=np.int64))) == add_digests(*values)
-    assert [from_int64(to_int64(value)) for value in values] == values
+    assert add_digests(int(signed.sum(dtype=np.int64))) == add_digests(*values)
+    assert [add_digests(to_int64(value)) for value in values] == values
+    assert [row_digest(1, to_int64(value)) for value in values] == [row_digest(1, value) for value in values]
     assert to_int64(1 << 63) == -(1 << 63)
 
 
