@@ -155,10 +155,9 @@ class CorpusSet:
         for piece in pieces:
             corpus, local = self.locate(piece.document)
             border = int(corpus.borders[local])
-            answers.append(Piece(document=piece.document, start=0, length=border, has_next_label=False))
+            answers.append(replace(piece, start=0, length=border, has_next_label=False))
             # Of a pair that is one token longer than a row, the last token is only a label.
-            rest, has_next = piece.length - border, piece.has_next_label
-            answers.append(Piece(document=piece.document, start=border, length=rest, has_next_label=has_next))
+            answers.append(replace(piece, start=border, length=piece.length - border))
         return answers
 
     def locate(self, document: int) -> tuple[Corpus, int]:

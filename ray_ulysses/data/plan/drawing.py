@@ -26,7 +26,7 @@ from ray_ulysses.errors import UserError
 
 SPLIT, TRUNCATE, DROP, ERROR, DROP_WHOLE = range(5)
 """Indices into `Overlong`."""
-COUNTERS = ("split", "truncated", "dropped", "lost_tokens", "refused")
+COUNTERS = ("split_documents", "truncated_documents", "dropped_documents", "lost_tokens", "refused")
 SPLITS, TRUNCATED, DROPPED, LOST, REFUSED = range(5)
 """Indices into `COUNTERS`."""
 BLOCK_PIECES = 1 << 17

@@ -87,11 +87,7 @@ class Packer:
         """
         if self._packing == "none":
             return pieces, np.ones(pieces.size, dtype=np.int64)
-        if self._packing == "concat":
-            return self._concatenate(pieces, is_last)
-        if not is_last and not pieces.size:
-            return Pieces.empty(), np.empty(0, dtype=np.int64)
-        return self._best_fit(pieces, is_last)
+        return (self._concatenate if self._packing == "concat" else self._best_fit)(pieces, is_last)
 
     def _best_fit(self, pieces: Pieces, is_last: bool) -> tuple[Pieces, Int64Array]:
         joined = Pieces.join([self._waiting, pieces])

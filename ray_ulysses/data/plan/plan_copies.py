@@ -21,7 +21,7 @@ from ray_ulysses.storage.block_cache import cache_folder
 from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.storage.regular import NotAPlainFileError, sync
-from ray_ulysses.storage.store import AlreadyExistsError, Store, file_pieces
+from ray_ulysses.storage.store import AlreadyExistsError, file_pieces
 
 _SEGMENT_FILE = re.compile(r"^segment-(?P<number>\d{4,})/(?P<name>[^/.][^/]*)$")
 _PIECE_BYTES = 16 << 20
@@ -64,14 +64,11 @@ def fetch_segment(directory: ObjectLocation, folder: str, header: str, *, anew: 
     try:
         content = store.read_whole(header)
         copy = _copies() / hashlib.sha256(content).hexdigest()[:32] / folder
-        try:
-            is_here = not anew and (copy / header).read_bytes() == content
-        except OSError:
-            is_here = False
-        if is_here:
-            with suppress(OSError):
-                os.utime(copy.parent)
-            return copy
+        with suppress(OSError):
+            if not anew and (copy / header).read_bytes() == content:
+                with suppress(OSError):
+                    os.utime(copy.parent)
+                return copy
         found = map(_SEGMENT_FILE.match, open_store(directory).list(folder))
         names = sorted({match["name"] for match in found if match} - {header})
         with _filled(copy) as temporary:
@@ -96,8 +93,6 @@ def put_segment(directory: ObjectLocation, folder: str, header: str, write: Call
     Raises:
         RunError: The store or this node's disk can't store the segment. The segment is not committed.
     """
-    place = directory / folder
-    store = open_store(place)
     try:
         _copies().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=_copies(), prefix="new-") as name:
@@ -105,7 +100,7 @@ def put_segment(directory: ObjectLocation, folder: str, header: str, write: Call
             local.mkdir()
             write(local)
             content = (local / header).read_bytes()
-            _put(place, store, header, local)
+            _put(directory / folder, header, local, content)
             copy = _copies() / hashlib.sha256(content).hexdigest()[:32] / folder
             with _filled(copy) as temporary:
                 for path in local.iterdir():
@@ -118,12 +113,12 @@ def put_segment(directory: ObjectLocation, folder: str, header: str, write: Call
     return copy
 
 
-def _put(place: ObjectLocation, store: Store, header: str, local: Path) -> None:
+def _put(place: ObjectLocation, header: str, local: Path, content: bytes) -> None:
+    store = open_store(place)
     try:
         for path in sorted(local.iterdir()):
             if path.name != header:
                 store.replace(path.name, file_pieces(path))
-        content = (local / header).read_bytes()
         try:
             store.create(header, [content])
         except AlreadyExistsError:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.plan.corpus_set import PlanInput, first_documents
-from ray_ulysses.data.plan.drawing import COUNTERS, Drawing, Permutation
+from ray_ulysses.data.plan.drawing import COUNTERS, REFUSED, Drawing, Permutation
 from ray_ulysses.data.plan.packing import Packer
 from ray_ulysses.data.plan.rows import (
     Fragments,
@@ -246,16 +246,13 @@ class _Planning:
         return Rows(entries=rows, all_pieces=Pieces.join(pieces)), num_held, num_without
 
     def totals(self, stats: RowStats, num_held: int, num_without: int) -> Totals:
-        counts = dict(zip(COUNTERS, self._counters.tolist(), strict=True))
+        counts = dict(zip(COUNTERS[:REFUSED], self._counters.tolist(), strict=False))
         tokens = int(stats.document_tokens.sum(dtype=np.int64))
         return Totals(
             num_documents=self._lengths.size,
             held_out_documents=num_held,
             skipped_documents=num_without,
-            split_documents=counts["split"],
-            truncated_documents=counts["truncated"],
-            dropped_documents=counts["dropped"],
-            lost_tokens=counts["lost_tokens"],
+            **counts,
             unlabelled_rows=self.unlabelled_rows,
             tokens=tokens,
             supervised=int(stats.supervised.sum(dtype=np.int64)),

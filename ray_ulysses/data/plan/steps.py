@@ -108,8 +108,6 @@ def step_times(costs: Int64Array, rows_per_step: int, dp_size: int) -> StepTimes
     A micro-batch is assumed to take as long as its most expensive row.
     """
     total = float(costs.sum(dtype=np.float64))
-    if total == 0.0:
-        return StepTimes(imbalance=1.0, bound=1.0, fast=1.0, slow=1.0)
     times, bounds = [], []
     for first in range(0, costs.size, rows_per_step * _STEP_BLOCK):
         part = costs[first : first + rows_per_step * _STEP_BLOCK]

@@ -22,13 +22,12 @@ def row_id(value: object) -> str:
 
 def row_label(value: object) -> str:
     """Return the class of a row's document as text; raise RowError unless it is an integer or a string."""
-    label = value.item() if isinstance(value, np.generic) else value
     # A boolean is a class of 0 or 1.
-    if not isinstance(label, str | int):
-        raise RowError(f"the class is {describe_type(label)}, not an integer or a string")
-    if label == "":
+    if not isinstance(value, str | int):
+        raise RowError(f"the class is {describe_type(value)}, not an integer or a string")
+    if value == "":
         raise RowError("the class is empty")
-    return utf8_text(label) if isinstance(label, str) else str(int(label))
+    return utf8_text(value) if isinstance(value, str) else str(int(value))
 
 
 def answer_label(value: object) -> str:

@@ -452,11 +452,9 @@ def files_of_hub_data_sets(files: Sequence[FileStamp], is_text: Callable[[str], 
     cards = {os.path.dirname(one.path): one.path for one in files if _name(one.path) == "readme.md"}
     below: dict[str, list[FileStamp]] = defaultdict(list)
     for file in files if cards else ():
-        folder, inner = os.path.dirname(file.path), ""
-        while folder != inner:
+        for folder in map(str, Path(file.path).parents):
             if folder in cards:
                 below[folder].append(file)
-            folder, inner = os.path.dirname(folder), folder
     return {
         one.path for folder, found in below.items() if _is_hub_data_set(cards[folder], found, is_text) for one in found
     }

@@ -11,6 +11,7 @@ is refused: the model would learn tool calls without the definitions that they d
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -167,7 +168,8 @@ class TemplateChat:
                 "(--chat-template), or --turns split, which finds the turns by rendering"
             )
         self._turns = turns
-        self.fingerprint = stable_hash([template.digest, options.turns, options.train_on])
+        digest = hashlib.sha256(template.source.encode()).hexdigest()[:32]
+        self.fingerprint = stable_hash([digest, options.turns, options.train_on])
         self.description = f"{found}; {_LEARNED[options.train_on]}"
         self.template = template.source
 

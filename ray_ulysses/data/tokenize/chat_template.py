@@ -8,23 +8,20 @@ loop over a few values is checked only when the loop begins, which costs one cal
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
 import inspect
 import json
 import re
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray_ulysses.data.sources.rows import WEIGHT, RowError
 from ray_ulysses.errors import UserError
 from ray_ulysses.validation import parse_json
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as RustTokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
@@ -98,11 +95,6 @@ class ChatTemplate:
         self.literals = frozenset(token.value for token in tokens if token.type == "string")
         self.names = frozenset(token.value for token in tokens if token.type == "name")
 
-    @property
-    def digest(self) -> str:
-        """Hash of the template's text."""
-        return hashlib.sha256(self.source.encode()).hexdigest()[:32]
-
     def _compiled(self, text: str) -> _BoundedTemplate:
         from jinja2.exceptions import TemplateSyntaxError
 
@@ -130,20 +122,12 @@ class ChatTemplate:
         Raises:
             RowError: The template refuses the conversation. The reason includes the template's line number.
         """
-        return self._render(messages, tools, asks=asks)[0]
+        return self.render_marked(messages, tools, asks=asks, marks=False)[0]
 
-    def render_marked(self, messages: Messages, tools: Tools) -> tuple[str, list[tuple[int, int]]]:
-        """Render a conversation, and return the text and the character ranges inside generation marks.
-
-        Raises:
-            RowError: The template refuses the conversation. The reason includes the template's line number.
-        """
-        text, ranges = self._render(messages, tools, marks=True)
-        return text, sorted(ranges)
-
-    def _render(
-        self, messages: Messages, tools: Tools, *, asks: bool = False, marks: bool = False
+    def render_marked(
+        self, messages: Messages, tools: Tools, *, asks: bool = False, marks: bool = True
     ) -> tuple[str, list[tuple[int, int]]]:
+        """Render like `render`; return the text and, if ``marks`` is set, the character ranges in generation marks."""
         conversation = [{key: value for key, value in message.items() if key != WEIGHT} for message in messages]
         try:
             texts, marked = self._template.render(
@@ -160,14 +144,11 @@ class ChatTemplate:
             raise RowError(f"the chat template does not terminate: {error}") from error
         except Exception as error:
             # Template code may raise any exception.
-            line, trace = None, error.__traceback__
-            while trace is not None:
-                if trace.tb_frame.f_code.co_filename == _TEMPLATE_FRAME:
-                    line = trace.tb_lineno
-                trace = trace.tb_next
-            where = "" if line is None else f" in line {line}"
+            frames = traceback.walk_tb(error.__traceback__)
+            lines = [line for frame, line in frames if frame.f_code.co_filename == _TEMPLATE_FRAME]
+            where = f" in line {lines[-1]}" if lines else ""
             raise RowError(f"the chat template fails{where}: {type(error).__name__}: {error}") from error
-        return texts[0], list(marked[0]) if marks else []
+        return texts[0], sorted(marked[0]) if marks else []
 
 
 def own_template(directory: Path) -> str:
@@ -238,13 +219,6 @@ def named_tokens(directory: Path) -> dict[str, str]:
             if name.endswith("_token") and isinstance(content, str):
                 found[name] = content
     return found
-
-
-def special_tokens(directory: Path, tokenizer: RustTokenizer) -> dict[int, str]:
-    """Return a tokenizer's special tokens by id: tokens flagged as special, and named tokens such as eos_token."""
-    named = set(named_tokens(directory).values())
-    added = tokenizer.get_added_tokens_decoder()
-    return {key: token.content for key, token in added.items() if token.special or token.content in named}
 
 
 def json_object(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.sources.rows import RowError
 from ray_ulysses.data.tokenize.chat import ByteChat, ChatFormat, TemplateChat
-from ray_ulysses.data.tokenize.chat_template import ChatTemplate, json_object, named_tokens, special_tokens
+from ray_ulysses.data.tokenize.chat_template import ChatTemplate, json_object, named_tokens
 from ray_ulysses.data.tokenize.dividing import PART_CHARACTERS, divide, dividing_pattern, unwritable_text_refused
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.sequences import SequenceVocabulary
@@ -136,8 +136,8 @@ class Tokens:
             return ", ".join(others[:_MOST_NAMED]) + more
         beyond = [token_id for token_id in self.added if token_id >= corpus.size]
         if self._hash_without({*beyond, *(token_id for token_id, _ in corpus.added)}) != corpus.others:
-            size = max(self.ids.values()) + 1
-            return f"ids up to {corpus.size - 1} in the corpus and up to {size - 1} in the model have different texts"
+            last, own_last = corpus.size - 1, max(self.ids.values())
+            return f"ids up to {last} in the corpus and up to {own_last} in the model have different texts"
         if _hash(map(" ".join, self.merges)) != corpus.merges:
             return "their merges differ, so the same text gets different tokens"
         return None
@@ -223,10 +223,10 @@ class _FastTokenizer:
         # A text that spells a special token stays plain text, so a document can't end itself or forge a chat turn.
         # Models whose vocabulary or merges produce the token ignore this setting.
         self._tokenizer.encode_special_tokens = True
-        self.added_tokens: Mapping[int, str] = {
-            key: token.content for key, token in self._tokenizer.get_added_tokens_decoder().items()
-        }
-        self._special = special_tokens(directory, self._tokenizer)
+        added, named = self._tokenizer.get_added_tokens_decoder(), named_tokens(directory)
+        self.added_tokens: Mapping[int, str] = {key: token.content for key, token in added.items()}
+        special = (key for key, token in added.items() if token.special or token.content in named.values())
+        self._special = {key: self.added_tokens[key] for key in special}
         self.special_ids = frozenset(self._special)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.bos_token_id, end = self._own_ends()
@@ -237,22 +237,18 @@ class _FastTokenizer:
             eos_token_id=_eos_id(directory, vocabulary, end),
             fingerprint=files_fingerprint(directory),
         )
-        masks = (named_tokens(directory).get("mask_token", ""), *_MASKS)
+        masks = (named.get("mask_token", ""), *_MASKS)
         self.mask_token_id = next((vocabulary[token] for token in masks if token in vocabulary), None)
         self.unknown_token_id = self._unknown_id()
         made = spelled(self._special, self._ids)
-        ignored = self._meaningless_ids() if made else set()
+        # Unknown tokens, and padding that is not also the eos or bos token, have no meaning.
+        padding = {named.get("pad_token")} - {named.get("eos_token"), named.get("bos_token")}
+        ignored = {self._unknown_id(), *(self.token_id(token) for token in padding if token)} if made else set()
         self.forgeable = MappingProxyType({one: text for one, text in made.items() if one not in ignored})
 
     def _ids(self, text: str, *, is_bare: bool = True) -> list[int]:
         with unwritable_text_refused(text):
             return list(self._tokenizer.encode(text, add_special_tokens=not is_bare).ids)
-
-    def _meaningless_ids(self) -> set[int | None]:
-        """Return the ids of the unknown and padding tokens, except padding that is also the eos or bos token."""
-        named = named_tokens(self._directory)
-        padding = {named.get("pad_token")} - {named.get("eos_token"), named.get("bos_token")}
-        return {self._unknown_id(), *(self.token_id(token) for token in padding if token)}
 
     def _unknown_id(self) -> int | None:
         if hasattr(self._tokenizer.model, "unk_token"):
