@@ -865,7 +865,7 @@ shifted_BS[row, start:last] = labels_BS[row, start + shift:last + shift]
     Mutant(
         3,
         "a sequence that begins behind a unit's range is read by two units",
-        "data/sources/fasta.py:fasta_records",
+        "data/sources/records.py:fasta_records",
         "if at >= last: ...",
         "if False: ...",
         "unit/data/sources/test_fasta.py::test_ranges_yield_each_record_once[3]",

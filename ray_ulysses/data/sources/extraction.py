@@ -17,13 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ray_ulysses.data.sources.attributes import answer_label, row_id, row_label, row_weight
-from ray_ulysses.data.sources.fasta import fasta_records
 from ray_ulysses.data.sources.files import changed, left_out, open_parquet, path_text, unreadable
 from ray_ulysses.data.sources.records import (
     LineCounts,
     array_values,
     decoded_text,
+    fasta_records,
     filled_records,
     json_records,
     line_records,
@@ -41,11 +40,13 @@ from ray_ulysses.data.sources.rows import (
     RowError,
     RowFields,
     TokenRow,
+    describe_type,
     fields_found,
     fitting_options,
     missing_role,
     option,
     row_content,
+    utf8_text,
 )
 from ray_ulysses.data.sources.token_files import mds_rows, token_rows
 from ray_ulysses.data.sources.units import Unit, dataset_stamp, dataset_state, open_dataset
@@ -62,6 +63,8 @@ _BUFFER_BYTES = 1 << 20
 _PEEKED_LINES = 8
 _FIRST_ROWS = 1000
 _BINARY_CHARACTERS = 8000
+_LARGEST_WEIGHT = 1_000_000
+_ANSWER_LABELS = dict.fromkeys(("true", "1", "1.0"), "true") | dict.fromkeys(("false", "0", "0.0"), "false")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +179,7 @@ def _needed(fields: RowFields) -> frozenset[str]:
 def _document(row: Mapping[FieldRole, Any], fields: RowFields, path: str, offset: int) -> RawDocument | Rejected:
     try:
         content = row_content(row, fields.kind)
-        label_of = answer_label if fields.kind == "answer" else row_label
+        label_of = _answer_label if fields.kind == "answer" else _row_label
         return RawDocument(
             content=content,
             source=path_text(path),
@@ -187,6 +190,61 @@ def _document(row: Mapping[FieldRole, Any], fields: RowFields, path: str, offset
         )
     except RowError as error:
         return left_out(path, str(error), offset)
+
+
+def row_id(value: object) -> str:
+    """Return a row's id as text, or an empty string if the id is null; raise RowError for any other type."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise RowError(f"the id is {describe_type(value)}, not a string or an integer")
+    return utf8_text(str(value))
+
+
+def _row_label(value: object) -> str:
+    """Return the class of a row's document as text; raise RowError unless it is an integer or a string."""
+    # A boolean is a class of 0 or 1.
+    if not isinstance(value, str | int):
+        raise RowError(f"the class is {describe_type(value)}, not an integer or a string")
+    if value == "":
+        raise RowError("the class is empty")
+    return utf8_text(value) if isinstance(value, str) else str(int(value))
+
+
+def _answer_label(value: object) -> str:
+    """Return ``true`` for a desirable answer and ``false`` for another; raise RowError unless it is one of them."""
+    label = _ANSWER_LABELS.get(str(value).lower())
+    if label is None:
+        raise RowError(f"the label is {value!r:.40}, not true, false, 1 or 0 (other classes need --text-field)")
+    return label
+
+
+def row_weight(value: object, content: Content) -> float | NDArray[np.float32]:
+    """Return the row's loss weight, or one weight per token. The default is 1.
+
+    Raises:
+        RowError: A weight is negative or not a number, or the list's length is not the number of tokens.
+    """
+    if value is None:
+        return 1.0
+    if not isinstance(value, list | np.ndarray):
+        return _weight(value, "the weight")
+    if not isinstance(content, TokenRow):
+        raise RowError("the weight is a list, but only rows of tokens can have one weight per token")
+    if len(value) != content.tokens.size:
+        raise RowError(f"there are {len(value)} weights for {content.tokens.size} tokens")
+    # A mask may contain booleans.
+    numbers = (float(one) if isinstance(one, bool | np.bool_) else one for one in value)
+    return np.array([_weight(one, f"weight {place}") for place, one in enumerate(numbers)], dtype=np.float32)
+
+
+def _weight(value: object, name: str) -> float:
+    number = value.item() if isinstance(value, np.generic) else value
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise RowError(f"{name} is {describe_type(number)}, not a number")
+    if not 0 <= number <= _LARGEST_WEIGHT:
+        raise RowError(f"{name} is {number!r:.40}, not a number from 0 to {_LARGEST_WEIGHT:,}")
+    return float(np.float32(number))
 
 
 def _text_document(path: str) -> RawDocument | Rejected:

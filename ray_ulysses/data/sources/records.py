@@ -1,8 +1,8 @@
-"""Reads JSON objects from files: one per line, one per element of a JSON list, or one per file.
+"""Reads records from files: JSON objects, one per line, per element of a JSON list or per file, and those of FASTA.
 
-JSON Lines files may be read in byte ranges. A line belongs to the range that contains its first byte, and is read
-completely even if it ends beyond the range. Line numbers start at 1 in each range, because only the final merge knows
-the number of lines before the range.
+JSON Lines and FASTA files may be read in byte ranges. A line, or a FASTA record with its header, belongs to the range
+that contains its first byte, and is read completely even if it ends beyond the range. Line numbers start at 1 in each
+range, because only the final merge knows the number of lines before the range.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import io
 import json
 import math
 import re
+import string
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,9 @@ ONLY_JSONL = (
     "only .jsonl.gz, .jsonl.zst and packed FASTA are read compressed; decompress it, or convert it to JSON Lines"
 )
 """Reason for rejecting compressed files in any other format."""
+FASTA_SUFFIXES = tuple(
+    f"{kind}{packed}" for kind in (".fa", ".fasta", ".fna", ".faa") for packed in ("", *PACKED_SUFFIXES)
+)
 _PACKING_MARKS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 _SKIP_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
@@ -43,6 +47,8 @@ _ZSTD_BUFFER_BYTES = 1 << 18
 _IS_JSON = re.compile("hex escape|recursion")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _AFTER_VALUE = frozenset(" \t\n\r,]")
+_UPPER = bytes.maketrans(string.ascii_lowercase.encode(), string.ascii_uppercase.encode())
+_ALL_SPACE = string.whitespace.encode()
 
 Record = Mapping[str, Any] | Rejected
 """A JSON object, or a `Rejected` for any other value."""
@@ -356,3 +362,47 @@ class _Text:
         self._held = self._held[self.place :] + self._decoder.decode(data, final=self._is_whole)
         self.place = 0
         return not self._is_whole
+
+
+def fasta_records(path: str, first: int = 0, last: float = math.inf) -> Iterator[tuple[str, bytearray]]:
+    """Yield the id and the sequence of each record whose header begins in the byte range ``[first, last)``.
+
+    The id is the header up to the first white space. Letters are in upper case, since lower case marks repeats (soft
+    masking). Only one record is in memory at a time. A sequence of more than ``MOST_BYTES`` bytes is truncated to a
+    few bytes more than that limit.
+
+    Raises:
+        UserError: The file can't be read, or has a sequence before the first header.
+    """
+    name: str | None = None
+    sequence = bytearray()
+    is_header, begins_line, at = False, first == 0, first
+    try:
+        with opened(path) as file:
+            if first:
+                # The byte before `first` shows whether a line begins at `first`.
+                at -= 1
+                file.seek(at)
+            while part := file.readline(_READ_BYTES):
+                is_header = part.startswith(b">") if begins_line else is_header
+                if is_header and begins_line:
+                    if name is not None:
+                        yield name, sequence
+                    if at >= last:
+                        return
+                    name, sequence = (part[1:].split() or [b""])[0].decode("utf-8", "replace"), bytearray()
+                elif name is None and at >= last:
+                    return
+                elif name is not None and not is_header and len(sequence) <= MOST_BYTES:
+                    sequence += part.translate(_UPPER, _ALL_SPACE)
+                elif first == 0 and name is None and not part.isspace():
+                    raise UserError(
+                        f"source={path_text(path)}: begins with a sequence, not with a header (>); correct the FASTA "
+                        "file, or set --kind=text to read it as text"
+                    )
+                begins_line = part.endswith(b"\n")
+                at += len(part)
+            if name is not None:
+                yield name, sequence
+    except (OSError, EOFError, zlib.error) as error:
+        raise unreadable(path, error, "FASTA" if is_packed(path) else "") from error

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 
 from ray_ulysses.data.fingerprint import stable_hash
-from ray_ulysses.data.sources.fasta import FASTA_SUFFIXES
 from ray_ulysses.data.sources.files import (
     DataSetFiles,
     FileListing,
@@ -27,7 +26,7 @@ from ray_ulysses.data.sources.files import (
     unreadable,
     without_foreign,
 )
-from ray_ulysses.data.sources.records import ONLY_JSONL, PACKED_SUFFIXES, byte_ranges, is_packed
+from ray_ulysses.data.sources.records import FASTA_SUFFIXES, ONLY_JSONL, PACKED_SUFFIXES, byte_ranges, is_packed
 from ray_ulysses.data.sources.rows import DEFAULT_TEXT_FIELD, Rejected, RowFields, fields_found, option
 from ray_ulysses.data.sources.token_files import damaged, mds_header, refuse_mds_columns, token_documents
 from ray_ulysses.errors import UserError

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.sources import extraction, fasta
-from ray_ulysses.data.sources.fasta import fasta_records
-from ray_ulysses.data.sources.records import byte_ranges
+from ray_ulysses.data.sources import extraction, records
+from ray_ulysses.data.sources.records import byte_ranges, fasta_records
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec, list_units
 from ray_ulysses.errors import UserError
@@ -60,7 +59,7 @@ def test_ranges_yield_each_record_once(
     path = tmp_path / "records.fa"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fasta, "_READ_BYTES", read_bytes)
+        patch.setattr(records, "_READ_BYTES", read_bytes)
         ranges = byte_ranges(len(text), size)
         found = [one for first, last in ranges for one in fasta_records(str(path), first, last)]
         names = [name for name, _ in found]
@@ -109,7 +108,7 @@ def test_a_sequence_before_the_first_header_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_sequence_is_left_out_or_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (fasta, extraction):
+    for module in (records, extraction):
         monkeypatch.setattr(module, "MOST_BYTES", 20)
     path = tmp_path / "records.fa"
     path.write_bytes(b">ok\nACGTX\n>long\n" + b"ACGTACGT\n" * 4 + b">latin\nAC\xe9\n>last\nAC")

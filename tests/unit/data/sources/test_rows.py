@@ -19,8 +19,7 @@ import pytest
 from ray_ulysses.cluster import prepare_job
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.preparation import PrepareRequest, listed
-from ray_ulysses.data.sources.attributes import row_id, row_weight
-from ray_ulysses.data.sources.extraction import RawDocument, read_unit
+from ray_ulysses.data.sources.extraction import RawDocument, read_unit, row_id, row_weight
 from ray_ulysses.data.sources.rows import (
     ChatRow,
     CompletionRow,
