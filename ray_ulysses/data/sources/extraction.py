@@ -49,7 +49,7 @@ from ray_ulysses.data.sources.rows import (
     utf8_text,
 )
 from ray_ulysses.data.sources.token_files import mds_rows, token_rows
-from ray_ulysses.data.sources.units import Unit, dataset_stamp, dataset_state, open_dataset
+from ray_ulysses.data.sources.units import TOKENIZED, Unit, dataset_stamp, dataset_state, open_dataset
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.retry import READ_ERRORS
 
@@ -101,9 +101,7 @@ def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
         "fasta": _read_fasta,
         "parquet": _read_parquet,
         "datasets": _read_dataset,
-        "megatron": _read_tool_files,
-        "datatrove": _read_tool_files,
-        "mds": _read_tool_files,
+        **dict.fromkeys(TOKENIZED, _read_tool_files),
     }
     found = readers[unit.kind](unit)
     yield from _with_other_answers(found) if unit.fields.kind == "answer" else found
