@@ -80,12 +80,9 @@ class CorpusUpload:
             keys = [*shards, *(name for name in others if (directory / name).is_file())]
             there = self._store.sizes(SHARDS_DIRECTORY)
             missing = [key for key in keys if there.get(key) != (directory / key).stat().st_size]
-
-            def copy(key: str) -> None:
-                self._store.replace(key, file_pieces(directory / key))
-
             with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
-                for number, _ in enumerate(pool.map(copy, missing), 1):
+                copied = pool.map(lambda key: self._store.replace(key, file_pieces(directory / key)), missing)
+                for number, _ in enumerate(copied, 1):
                     say(f"copying the corpus: {number} of {len(missing)} files")
             # Another upload of the same corpus may have finished first.
             with suppress(AlreadyExistsError):
