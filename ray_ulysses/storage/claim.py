@@ -286,12 +286,7 @@ class Claim:
 
 
 def run_claim(run_dir: Place, command: str | None = None) -> Claim:
-    """Return a claim on a run's directory. Entering the context acquires it.
-
-    Args:
-        run_dir: The run's directory.
-        command: See `Claim`.
-    """
+    """Return a claim on a run's directory, which entering the context acquires; for ``command`` see `Claim`."""
     return Claim(open_store(run_dir, retry_s=_RETRY_S), run=run_dir.name, command=command, setting="run.storage")
 
 

@@ -17,7 +17,6 @@ _ANSWER_S = 5.0
 _TOO_MANY, _BROKEN = 429, 500
 _NO_TOKEN, _NO_ACCESS = 401, (403, 404)
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-_KINDS: dict[Kind, str] = {"model": "model", "dataset": "dataset"}
 _PROBED = {"model": "config.json", "dataset": "README.md"}
 
 
@@ -82,7 +81,7 @@ def hub_refusal(name: str, kind: Kind = "model") -> str | None:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return f", and HF_HUB_OFFLINE=1 allows only the local hub cache, which has no {_KINDS[kind]} with this id"
+        return f", and HF_HUB_OFFLINE=1 allows only the local hub cache, which has no {kind} with this id"
     return _refusal(constants.ENDPOINT, name, kind)
 
 
@@ -97,15 +96,15 @@ def _refusal(endpoint: str, name: str, kind: Kind) -> str | None:
         RepositoryNotFoundError,
     )
 
-    hub, what = f"the hub at {endpoint}", _KINDS[kind]
+    hub = f"the hub at {endpoint}"
     try:
         get_hf_file_metadata(hf_hub_url(name, _PROBED[kind], repo_type=kind, endpoint=endpoint), timeout=_ANSWER_S)
     except EntryNotFoundError:
         return None
     except GatedRepoError:
-        return f", and {hub} restricts this {what} to accounts that accepted its terms (set HF_TOKEN)"
+        return f", and {hub} restricts this {kind} to accounts that accepted its terms (set HF_TOKEN)"
     except RepositoryNotFoundError:
-        return f", and {hub} has no {what} with this id that this account can access (HF_TOKEN)"
+        return f", and {hub} has no {kind} with this id that this account can access (HF_TOKEN)"
     except HfHubHTTPError as error:
         status = error.response.status_code
         # The library's own retries handle a hub that is briefly overloaded or broken.

@@ -45,14 +45,6 @@ class LockOwner:
         """Return the owner for this process, with the current time as the time of acquisition."""
         return cls(host=socket.gethostname(), pid=os.getpid(), since=clock.now())
 
-    @classmethod
-    def from_note(cls, note: bytes) -> LockOwner | None:
-        """Return the owner recorded in a note, or None if the note is damaged or empty."""
-        try:
-            return read_json(_OWNER, note)
-        except ContentError:
-            return None
-
     def to_note(self, **more: Any) -> bytes:
         """Return the note as JSON, with additional fields."""
         return json.dumps({**asdict(self), **more}).encode()
@@ -117,6 +109,6 @@ def write_note(descriptor: int, note: bytes) -> None:
 def read_owner(path: Path) -> LockOwner | None:
     """Return the owner recorded in a lock file, or None if the file is missing, unreadable or damaged."""
     try:
-        return LockOwner.from_note(read_regular(path, path.parent))
-    except OSError:
+        return read_json(_OWNER, read_regular(path, path.parent))
+    except (OSError, ContentError):
         return None

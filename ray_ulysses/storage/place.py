@@ -91,11 +91,7 @@ def is_file(place: Place) -> bool:
 
 
 def node_folder(directory: Place) -> Path:
-    """Return a folder for a run's node-local files: the run's directory, or a cache folder for an object store.
-
-    Args:
-        directory: The run's directory.
-    """
+    """Return the folder of a run's node-local files: the run's ``directory``, or a cache folder for an object store."""
     if isinstance(directory, Path):
         return directory
     digest = hashlib.sha256(str(directory).encode()).hexdigest()[:12]

@@ -147,12 +147,9 @@ def _open_below(name: str, folder: int, make: bool) -> int:
     except FileNotFoundError:
         if not make:
             raise
-    try:
+    # Another process may create the folder first.
+    with suppress(FileExistsError):
         os.mkdir(name, dir_fd=folder)
-    except FileExistsError:
-        # Another process created the folder first.
-        pass
-    else:
         sync(".", folder)
     return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
 
@@ -191,10 +188,8 @@ def _plain(descriptor: int, path: Path | str) -> int:
 def _named(error: OSError, path: Path, folder: int) -> OSError:
     """Add the full path to an error from ``open``, or return a link error if ``path`` is a symbolic link."""
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
-        try:
+        with suppress(OSError):
             if stat.S_ISLNK(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
                 return link_error(path)
-        except OSError:
-            pass
     error.filename = str(path)
     return error

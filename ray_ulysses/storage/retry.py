@@ -56,9 +56,8 @@ def is_transient(error: BaseException) -> bool:
     if not isinstance(error, READ_ERRORS):
         return False
     number = getattr(error, "errno", None)
-    if number is None:
-        found = _NUMBER_IN_TEXT.search(str(error))
-        number = int(found.group(1)) if found else None
+    if number is None and (found := _NUMBER_IN_TEXT.search(str(error))):
+        number = int(found[1])
     return number in _TRANSIENT or str(error) == _CLOSING_FAILED
 
 

@@ -47,7 +47,6 @@ Status = Literal["not_started", "running", "interrupted", "stopped", "failed", "
 
 _Kind = TypeVar("_Kind")
 
-
 _STREAM_STARTS_S = 60.0
 _STREAM_STARTS_ROWS = 20
 """An attempt that trained for less than `_STREAM_STARTS_S`, or on fewer rows per rank than this, may have ended before
@@ -348,10 +347,8 @@ def _status(attempts: Sequence[Sequence[Entry]], owner: LockOwner | None) -> Sta
     if not attempts:
         return "not_started"
     ended = _end(attempts[-1])
-    if ended is None:
-        return "interrupted"
-    if ended.reason in CONTINUED:
-        # The command's next attempt has not recorded anything yet.
+    # After a continued one, the command's next attempt has not recorded anything yet.
+    if ended is None or ended.reason in CONTINUED:
         return "interrupted"
     return "stopped" if ended.reason.startswith(STOP_REASONS) else "failed"
 
@@ -404,13 +401,8 @@ def _world_sizes(journal: Journal) -> dict[int, int]:
 
 def _read_checkpoints(store: Store, world_sizes: Mapping[int, int]) -> list[CheckpointRecord]:
     """Return the folders under ``checkpoints/``, without verifying their content (see `checkpoint.choice`)."""
-    steps, committed = set(), set()
-    for key in store.list(CHECKPOINT_FOLDER):
-        match = CHECKPOINT_KEY.match(key)
-        if match:
-            steps.add(int(match["step"]))
-            if match["name"] == MANIFEST_FILE:
-                committed.add(int(match["step"]))
+    found = [match for key in store.list(CHECKPOINT_FOLDER) if (match := CHECKPOINT_KEY.match(key))]
+    committed = {int(match["step"]) for match in found if match["name"] == MANIFEST_FILE}
     return [
         CheckpointRecord(
             step=step,
@@ -419,7 +411,7 @@ def _read_checkpoints(store: Store, world_sizes: Mapping[int, int]) -> list[Chec
             # Prefer the journal, because reading a manifest is slow.
             world_size=(world_sizes.get(step) or _world_size(store, step)) if step in committed else None,
         )
-        for step in sorted(steps)
+        for step in sorted({int(match["step"]) for match in found})
     ]
 
 

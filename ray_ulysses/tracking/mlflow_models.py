@@ -15,9 +15,9 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic_core import from_json
 
@@ -28,6 +28,7 @@ from ray_ulysses.tracking.updates import GoneCheckpoint
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import LoggedModel, Run
+    from mlflow.store.entities.paged_list import PagedList
 
 KEY_TAG = "ray_ulysses.key"
 """Tag that identifies the MLflow runs created by ray-ulysses."""
@@ -57,6 +58,7 @@ _RUN_ID = re.compile(r"^[0-9a-f]{32}$")
 _MOST = 1000
 _TAG_CHARACTERS = 8000
 _PARAM_CHARACTERS = 500
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,21 +278,23 @@ def tracked_checkpoints(
         run_id: Id of the MLflow run.
         condition: Additional filter in MLflow's syntax, such as `` AND name='demo-step-00000010'``.
     """
-    models = _search(client, experiment_id, f"source_run_id='{run_id}'{condition}")
+    query = f"source_run_id='{run_id}'{condition}"
+    models = _pages(
+        lambda token: client.search_logged_models(
+            [experiment_id], filter_string=query, max_results=_MODELS_PER_PAGE, page_token=token
+        )
+    )
     found = map(_tracked_checkpoint, models)
     return [one for one in found if one is not None]
 
 
-def _search(client: MlflowClient, experiment_id: str, query: str) -> Iterator[LoggedModel]:
-    token = None
-    while True:
-        page = client.search_logged_models(
-            [experiment_id], filter_string=query, max_results=_MODELS_PER_PAGE, page_token=token
-        )
+def _pages(ask: Callable[[str | None], PagedList[_Item]]) -> Iterator[_Item]:
+    """Yield the items of all pages; ``ask`` returns the page of a token, which is None for the first page."""
+    page = ask(None)
+    yield from page
+    while page.token:
+        page = ask(page.token)
         yield from page
-        token = page.token
-        if not token:
-            return
 
 
 def _tracked_checkpoint(model: LoggedModel) -> TrackedCheckpoint | None:
@@ -421,14 +425,8 @@ class MlflowRuns:
     def __init__(self, uri: str, *, allow_http: bool = False) -> None:
         """List the experiments at a tracking URI. See `open_client` for ``allow_http``."""
         self._client = open_client(uri, allow_http=allow_http)
-        self._experiments: dict[str, str] = {}
-        token = None
-        while True:
-            page = self._client.search_experiments(max_results=_MOST, page_token=token)
-            self._experiments |= {str(one.experiment_id): str(one.name) for one in page}
-            token = page.token
-            if not token:
-                return
+        found = _pages(lambda token: self._client.search_experiments(max_results=_MOST, page_token=token))
+        self._experiments = {str(one.experiment_id): str(one.name) for one in found}
 
     def find(self, run: str) -> list[MlflowRun]:
         """Return the runs with the given id or name, newest first; other tools' runs only if there are no others."""

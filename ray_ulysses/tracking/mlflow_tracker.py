@@ -185,10 +185,7 @@ class MlflowSink(Sink):
         if identity is None:
             identity = TrackingIdentity(uri=self._uri, experiment=self._experiment, key=uuid.uuid4().hex)
             identity.save(self._run_dir)
-        run_id = self._find_run(identity)
-        if run_id is None:
-            run_id = self._create_run(identity)
-        self._run_id = run_id
+        self._run_id = self._find_run(identity) or self._create_run(identity)
         found = replace(identity, run_id=self._run_id, experiment_id=self._experiment_id)
         if identity != found:
             found.save(self._run_dir)
@@ -198,7 +195,7 @@ class MlflowSink(Sink):
             run_id=self._run_id,
             run_tags={"run_name": self._run_name, "run_dir": str(self._run_dir), "store": self._location},
         )
-        return run_id
+        return self._run_id
 
     def existing_marks(self) -> Mapping[str, int]:
         """Return the largest step that the MLflow run has for each metric."""

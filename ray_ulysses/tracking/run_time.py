@@ -154,29 +154,15 @@ class _StartTimeline:
     _has_stepped: bool = False
 
     def begin(self, at: float, part: str, *, has_stepped: bool = False) -> None:
-        """Discard everything before a time.
-
-        Args:
-            at: The time.
-            part: The category that begins at that time.
-            has_stepped: Whether the attempt has just completed a step.
-        """
+        """Discard everything before a time, at which a category begins; ``has_stepped`` if a step has just ended."""
         self._marks, self._end_of_attempt, self._has_stepped = [(at, part)], [], has_stepped
 
     def note(self, at: float, part: str) -> None:
         """Add the category that begins at a time."""
         self._marks.append((at, part))
 
-    def phase(self, event: PhaseStarted) -> None:
-        self.note(event.time, _PARTS_OF_PHASES.get(event.part or "", "unknown_s"))
-
     def attempt_ended(self, event: AttemptEnded, last_record: float) -> None:
-        """Add the end of the attempt. If a failure was recorded several times, the last record with `fault_at` wins.
-
-        Args:
-            event: The record of the end.
-            last_record: Time of the previous record.
-        """
+        """Add the end of the attempt. If a failure was recorded several times, the last record with `fault_at` wins."""
         detected = event.time if event.detected_at is None else event.detected_at
         if event.reason.startswith(STOP_REASONS):
             self._end_of_attempt = [(event.time, "form_s")]
@@ -259,7 +245,7 @@ class TimeLedger:
             self._advance(command, event.time, command.pause if command.has_stepped else "waiting_s")
             command.start.begin(event.time, "unknown_s")
         if isinstance(event, PhaseStarted):
-            command.start.phase(event)
+            command.start.note(event.time, _PARTS_OF_PHASES.get(event.part or "", "unknown_s"))
         elif isinstance(event, AttemptStarted):
             command.start.note(event.time, "build_s")
             self._resume(event.resumed_step)

@@ -16,6 +16,10 @@ from ray_ulysses.tracking.events import AttemptStarted, Event, InheritedSteps, S
 Rows = NDArray[np.void]
 """One-dimensional array of dtype `STEP_ROW`."""
 
+OPTIONAL_FIELDS = (
+    "learning_rate", "grad_norm", "peak_memory_gib", "mfu", "z_loss", "router_loss", "router_imbalance", "dead_experts",
+    "router_entropy", "pair_accuracy", "pair_margin", "chosen_reward", "pair_kl", "accuracy",
+)  # fmt: skip
 STEP_ROW = np.dtype(
     [
         ("attempt", "<i8"),
@@ -28,29 +32,12 @@ STEP_ROW = np.dtype(
         ("digest", "<u8"),
         ("seconds", "<f8"),
         ("saving_seconds", "<f8"),
-        ("learning_rate", "<f8"),
-        ("grad_norm", "<f8"),
-        ("peak_memory_gib", "<f8"),
-        ("mfu", "<f8"),
-        ("z_loss", "<f8"),
-        ("router_loss", "<f8"),
-        ("router_imbalance", "<f8"),
-        ("dead_experts", "<f8"),
-        ("router_entropy", "<f8"),
-        ("pair_accuracy", "<f8"),
-        ("pair_margin", "<f8"),
-        ("chosen_reward", "<f8"),
-        ("pair_kl", "<f8"),
-        ("accuracy", "<f8"),
+        *((name, "<f8") for name in OPTIONAL_FIELDS),
     ]
 )
 """All numeric fields of `StepDone`; NaN represents None."""
 
 _Other = TypeVar("_Other")
-OPTIONAL_FIELDS = (
-    "learning_rate", "grad_norm", "peak_memory_gib", "mfu", "z_loss", "router_loss", "router_imbalance", "dead_experts",
-    "router_entropy", "pair_accuracy", "pair_margin", "chosen_reward", "pair_kl", "accuracy",
-)  # fmt: skip
 _MAX_STEPS = 4096
 
 

@@ -22,7 +22,7 @@ from ray_ulysses.tracking.tail import PartlyDelivered, Sink
 from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, SampleText, StepMetrics, Update
 
 if TYPE_CHECKING:
-    from wandb import Run, Settings
+    from wandb import Run
 
 _INIT_S = 20.0
 _FINISH_S = 15.0
@@ -65,7 +65,16 @@ class WandbSink(Sink):
             resume="allow",
             reinit="finish_previous",
             dir=str(self._directory),
-            settings=_settings(),
+            settings=wandb.Settings(
+                # Console output would disturb the progress view, and the run's directory already has the configuration.
+                console="off",
+                silent=True,
+                disable_git=True,
+                save_code=False,
+                init_timeout=_INIT_S,
+                finish_timeout=_FINISH_S,
+                finish_timeout_raises=True,
+            ),
         )
         # Handlers run in reverse order. Register again to run before the handler of the client; see `_bound_exit`.
         atexit.unregister(_bound_exit)
@@ -153,18 +162,3 @@ def _show_checkpoint(run: Run, checkpoint: CheckpointEvent) -> None:
     newest = [run.summary.get(f"checkpoint.{name}") or 0 for name in found]  # type: ignore[no-untyped-call]
     if [*found.values()] >= newest:
         run.summary.update({f"checkpoint.{name}": value for name, value in {**found, "path": checkpoint.path}.items()})
-
-
-def _settings() -> Settings:
-    import wandb
-
-    return wandb.Settings(
-        # Console output would disturb the progress view, and the run's directory already contains the configuration.
-        console="off",
-        silent=True,
-        disable_git=True,
-        save_code=False,
-        init_timeout=_INIT_S,
-        finish_timeout=_FINISH_S,
-        finish_timeout_raises=True,
-    )
