@@ -207,7 +207,7 @@ class FailureLog:
 
     def newest(self) -> NewestAttempt | None:
         """Return the run's newest attempt, or None if there is none or the journal is unreadable."""
-        return _if_it_answers(lambda: newest_attempt(self.config.run_dir), None)
+        return _if_it_answers(lambda: newest_attempt(self.config.run_dir))
 
     def _read(self) -> list[AttemptEnded | StartFailed]:
         def add() -> None:
@@ -215,15 +215,15 @@ class FailureLog:
                 if isinstance(event, AttemptEnded | StartFailed):
                     self._recorded.append(event)
 
-        _if_it_answers(add, None)
+        _if_it_answers(add)
         return self._recorded
 
     def _is_recorded(self, attempt: int) -> bool:
         return any(isinstance(event, AttemptEnded) and event.attempt == attempt for event in self._read())
 
 
-def _if_it_answers(read: Callable[[], _Found], otherwise: _Found) -> _Found:
-    """Return the result of `read`, or a default if the journal's storage does not respond.
+def _if_it_answers(read: Callable[[], _Found]) -> _Found | None:
+    """Return the result of `read`, or None if the journal's storage does not respond.
 
     The failure itself must still be reported. Restarted workers detect and report an unreachable storage themselves.
     """
@@ -233,7 +233,7 @@ def _if_it_answers(read: Callable[[], _Found], otherwise: _Found) -> _Found:
         if isinstance(error, UserError):
             raise
         _log.warning("the journal is unreadable at the moment (%s)", error)
-        return otherwise
+        return None
 
 
 def is_resize(error: BaseException) -> bool:

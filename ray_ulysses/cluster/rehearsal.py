@@ -224,12 +224,7 @@ def _fault_line(at_s: float, what: str) -> str:
 
 
 def _recovery_line(one: Recovery, began: float) -> str:
-    """Return the line that reports the first step after a fault.
-
-    Args:
-        one: The recovery.
-        began: End of the run's first step, in seconds since the epoch.
-    """
+    """Return the line that reports the first step after a fault; ``began`` is the end of the run's first step."""
     assert one.first_step_s is not None
     at_s = one.injected.at + one.first_step_s - began
     if one.attempt is None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, Self
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 from ray.util.metrics import Gauge
 
@@ -28,27 +28,13 @@ _EXPORTED = {
 """Descriptions of the exported metrics. A gauge has the metric's name without its group."""
 
 
-class Settable(Protocol):
-    """The part of Ray's ``Gauge`` that `RunMetrics` uses."""
-
-    def set(self, value: float, tags: dict[str, str]) -> None:
-        """Set the metric's value."""
-
-
-class GaugeMaker(Protocol):
-    """The constructor of Ray's ``Gauge``."""
-
-    def __call__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> Settable:
-        """Return a gauge."""
-
-
 class RunMetrics:
     """Context manager that follows a run's journal in a thread, for `export` to set the gauges ``ray_ulysses_*``.
 
     Only the caller's thread uses Ray, because a call in another thread would crash when the connection is shut down.
     """
 
-    def __init__(self, config: Config, make_gauge: GaugeMaker = Gauge) -> None:
+    def __init__(self, config: Config, make_gauge: Callable[[str, str, tuple[str, ...]], Any] = Gauge) -> None:
         """Create the gauges, which have the tag ``run``. The process must be connected to Ray."""
         self._config, self._tags = config, {"run": config.run.name}
         # Ray adds the prefix `ray_` to the names of all metrics.

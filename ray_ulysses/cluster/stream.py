@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ray_ulysses.data.read.blocks import Block
     from ray_ulysses.run.secrets_file import SecretsFile
 
-DEFAULT_NUM_CPUS = 0.25
 _BLOCKS_AHEAD = 2
 _SHORTEST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = {True: 0.1, False: 1.0}
@@ -54,7 +53,7 @@ class RayStreams:
         secrets: ``cluster.secrets_file``, with the credentials for corpora in object stores.
     """
 
-    def __init__(self, num_cpus: float = DEFAULT_NUM_CPUS, secrets: SecretsFile | None = None) -> None:
+    def __init__(self, num_cpus: float = 0.25, secrets: SecretsFile | None = None) -> None:
         self._num_cpus, self._secrets = num_cpus, secrets
         self._is_cold = True
 

@@ -241,8 +241,7 @@ def _run_workers(
         clock=SystemClock(),
         is_training=lambda: not view.awaits_workers,
     )
-    is_embedded = cluster_address(config.cluster.address) is None
-    nodes = watch_nodes(config.elastic, say, embedded=is_embedded)
+    nodes = watch_nodes(config.elastic, say, embedded=cluster_address(config.cluster.address) is None)
     page_of = config.tracking_uri
     signals.workers_start()
 

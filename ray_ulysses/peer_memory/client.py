@@ -53,7 +53,6 @@ class AgentClient:
     Args:
         address: The agent's ``host:port``.
         token: The run's secret.
-        answer_s: Timeout for opening a connection, in seconds.
         progress_s: Timeout for the handshake, and for progress within a request, in seconds.
         is_local: Whether to connect through the agent's Unix socket, which is required to lend memory.
     """
@@ -63,12 +62,11 @@ class AgentClient:
         address: str,
         token: str,
         *,
-        answer_s: float = ANSWER_S,
         progress_s: float = PROGRESS_S,
         is_local: bool = False,
     ) -> None:
         self.address, self._is_local = address, is_local
-        self._token, self._answer_s, self._progress_s = token, answer_s, progress_s
+        self._token, self._progress_s = token, progress_s
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
 
@@ -228,12 +226,12 @@ class AgentClient:
 
     def _open(self) -> socket.socket:
         if not self._is_local:
-            connection = socket.create_connection(split_address(self.address), timeout=self._answer_s)
+            connection = socket.create_connection(split_address(self.address), timeout=ANSWER_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return connection
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(self._answer_s)
+            connection.settimeout(ANSWER_S)
             connection.connect(local_address(self.address))
             # Any user on the node can listen on an abstract socket address.
             if peer_user(connection) != os.geteuid():

@@ -31,7 +31,7 @@ from typing import TypeVar
 from ray_ulysses.checkpoint.manifest import HEAD_BYTES, attempt_of
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger
-from ray_ulysses.peer_memory.client import ANSWER_S, PROGRESS_S, AgentClient, AgentGoneError
+from ray_ulysses.peer_memory.client import PROGRESS_S, AgentClient, AgentGoneError
 from ray_ulysses.peer_memory.files import LentMemory
 from ray_ulysses.run_names import MANIFEST_FILE, SHARD_KEY
 from ray_ulysses.storage import AlreadyExistsError, Buffer, Store
@@ -101,7 +101,6 @@ class PeerMemoryStore(Store):
 
     Args:
         addresses: Addresses of the agents, and the worker's node.
-        answer_s: Timeout for opening a connection, in seconds.
         progress_s: Timeout for progress within a request, in seconds.
         clock: Source of time.
     """
@@ -110,13 +109,12 @@ class PeerMemoryStore(Store):
         self,
         addresses: AgentAddresses,
         *,
-        answer_s: float = ANSWER_S,
         progress_s: float = PROGRESS_S,
         clock: Clock | None = None,
     ) -> None:
         self._clock = clock if clock is not None else SystemClock()
         self._clients = {
-            node: AgentClient(addresses.agents[node], addresses.token, answer_s=answer_s, progress_s=progress_s)
+            node: AgentClient(addresses.agents[node], addresses.token, progress_s=progress_s)
             for node in addresses.order()
         }
         # Kept between requests, because saving a state sends several requests to all agents.
@@ -138,7 +136,7 @@ class PeerMemoryStore(Store):
         address = addresses.agents.get(addresses.node)
         self._near: AgentClient | None = None
         if address is not None:
-            self._near = AgentClient(address, addresses.token, answer_s=answer_s, progress_s=progress_s, is_local=True)
+            self._near = AgentClient(address, addresses.token, progress_s=progress_s, is_local=True)
 
     def lent_memory(self) -> LentMemory | None:
         """Return memory that this node's agent can use without copying, or None if the agent's Unix socket fails."""

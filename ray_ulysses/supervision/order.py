@@ -221,7 +221,8 @@ class LauncherProcess:
         self.stderr = Stderr()
         environment = without_token()
         self._process: subprocess.Popen[bytes] | None = None
-        self._pid: int | None = None
+        self.pid: int | None = None
+        """Process ID of the launcher, or None until a forked launcher is ready."""
         self._image = _ask_image(environment, (theirs.fileno(), 1, self.stderr.writing))
         if self._image is None:
             self._process = subprocess.Popen(
@@ -232,15 +233,10 @@ class LauncherProcess:
                 start_new_session=True,
                 env=environment,
             )
-            self._pid = self._process.pid
+            self.pid = self._process.pid
         theirs.close()
         os.close(self.stderr.writing)
         self.is_ready = False
-
-    @property
-    def pid(self) -> int | None:
-        """Process ID of the launcher, or None until a forked launcher is ready."""
-        return self._pid
 
     def fileno(self) -> int:
         """Return the connection's file descriptor, for a selector."""
@@ -265,7 +261,7 @@ class LauncherProcess:
         except OSError as error:
             raise EOFError("the launcher has exited") from error
         if isinstance(message, Ready):
-            self._pid, self.is_ready = message.pid, True
+            self.pid, self.is_ready = message.pid, True
         return message
 
     def kill(self) -> None:
@@ -273,9 +269,9 @@ class LauncherProcess:
         if self._image is not None:
             with contextlib.suppress(OSError):
                 self._image.shutdown(socket.SHUT_WR)
-        if self._pid is not None:
+        if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._pid, signal.SIGKILL)
+                os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, within_s: float) -> int:
         """Kill the launcher, wait until it ends, and return its exit code."""

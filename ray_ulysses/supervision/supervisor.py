@@ -301,18 +301,9 @@ class Supervisor:
         if message["token"] is not None:
             token, own = unseal(self._announcement.token, message["token"]), nodes[message["rank"]]
             memory = AgentAddresses(agents=dict(message["agents"]), node=own, partner=message["partner"], token=token)
-        order = Order(
-            job=self._job,
-            generation=message["generation"],
-            rank=message["rank"],
-            rank_nodes=nodes,
-            host=message["host"],
-            port=message["port"],
-            memory=memory,
-            ahead_s=message["ahead_s"],
-            is_tested=message["is_tested"],
-            end_s=message["end_s"],
-        )
+        fields = ("generation", "rank", "host", "port", "ahead_s", "is_tested", "end_s")
+        as_sent = {name: message[name] for name in fields}
+        order = Order(job=self._job, rank_nodes=nodes, memory=memory, **as_sent)
         started_at = time.monotonic()
         self._child = WatchedChild(order=order, progress=progress, stacks=stacks, started_at=started_at)
         self._error = None

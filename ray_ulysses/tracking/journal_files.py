@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from ray_ulysses.run_names import JOURNAL_FILE_NAME, JOURNAL_FOLDER, JOURNAL_SEGMENT
 from ray_ulysses.storage.place import Place, open_store, place_of
 from ray_ulysses.storage.regular import entered, open_regular, opened_folder
-from ray_ulysses.storage.store import Store
+from ray_ulysses.storage.store import Store, StoredFile
 
 READ_RETRY_S = 20.0
 _FETCHED_AT_ONCE = 16
@@ -185,50 +185,32 @@ def _in_order(store: Store, name: str, segments: Sequence[JournalSegment]) -> Se
     return SegmentedFile(store=store, name=name, segments=tuple(kept), missing=missing)
 
 
-class _SegmentStream(io.RawIOBase):
+class _SegmentStream(StoredFile):
     """A stream over a file's segments, which are prefetched from the store in parallel."""
 
     def __init__(self, file: SegmentedFile) -> None:
-        self._position, self._fetched = 0, dict[str, bytes]()
-        self._take(file)
+        super().__init__(file.num_bytes)
+        self._file, self._fetched = file, dict[str, bytes]()
 
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the stream position and return it."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = max(base + offset, 0)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """Read the rest of the current segment, up to the size of the buffer."""
-        found = self._segment_at(self._position)
+    def read_into(self, start: int, target: memoryview) -> int:
+        """Read the rest of the segment at offset ``start``, up to the size of the buffer."""
+        found = self._segment_at(start)
         if found is None:
             return 0
-        start, segment = found
+        begin, segment = found
         try:
             content = self._content(segment)
         except FileNotFoundError:
             # A merged segment has replaced this one since the listing. The offsets in the file are unchanged.
-            self._take(self._file.listed_again())
-            found = self._segment_at(self._position)
+            self._file = self._file.listed_again()
+            found, self.size = self._segment_at(start), self._file.num_bytes
             if found is None:
                 raise
-            start, segment = found
+            begin, segment = found
             content = self._content(segment)
-        part = content[self._position - start :][: len(buffer)]
-        buffer[: len(part)] = part
-        self._position += len(part)
+        part = content[start - begin :][: len(target)]
+        target[: len(part)] = part
         return len(part)
-
-    def _take(self, file: SegmentedFile) -> None:
-        self._file, self._size = file, file.num_bytes
 
     def _segment_at(self, position: int) -> tuple[int, JournalSegment] | None:
         """Return the segment at a file position and the segment's start, or None beyond the end."""
