@@ -46,12 +46,10 @@ class RunMetrics:
         self._source = self._open()
 
     def __enter__(self) -> Self:
-        """Start the thread."""
         self._calls = BackgroundCalls("metrics", tick=self.read, every_s=_READ_EVERY_S)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let the thread end."""
         self._calls.close()
 
     def read(self) -> None:

@@ -101,8 +101,7 @@ def _connected(target: str | None, cpus: float, environment: dict[str, str] | No
             "`ray start --head` and set RAY_ADDRESS to its address"
         ) from error
     # On SIGTERM, Ray 2.60 exits with code 15, without a message and without saving (a canary test covers it).
-    interrupt = signal.default_int_handler
-    _handle({number: interrupt if one == signal.SIG_DFL else one for number, one in before.items()})
+    _handle({number: signal.default_int_handler if one == signal.SIG_DFL else one for number, one in before.items()})
     try:
         with quiet_errors():
             yield

@@ -60,7 +60,6 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -71,10 +70,7 @@ class StopSignals:
         self._has_workers = True
 
     def check(self, *, workers_are_whole: bool) -> None:
-        """End the command if a stop was requested and no step can be saved.
-
-        Args:
-            workers_are_whole: Whether every worker is alive; otherwise no step can be saved.
+        """End the command if a stop was requested and no step can be saved, for example because a worker is lost.
 
         Raises:
             KeyboardInterrupt: The command must end now.

@@ -246,11 +246,7 @@ class MemoryFiles:
             self._num_bytes = needed
 
     def begin(self, *, is_large: bool) -> MemoryFile:
-        """Return a new file without a name; the writer must `release` the file even after calling `keep`.
-
-        Args:
-            is_large: Whether to use spare pages for the file.
-        """
+        """Return a new file without a name, in spare pages if large; the writer must `release` it even after `keep`."""
         with self._lock:
             pages = self._spare.pop() if is_large and self._spare else Pages()
             self._num_bytes += pages.num_bytes
@@ -398,9 +394,6 @@ class LentMemory:
     """A worker's buffers, which the agent on the same node can use without a copy.
 
     One thread may create and query buffers while another thread writes files.
-
-    Args:
-        clock: Source of time.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -443,5 +443,4 @@ class _PeerFile(StoredFile):
         self._store, self._key = store, key
 
     def read_into(self, start: int, target: memoryview) -> int:
-        """Fill `target` from byte offset `start`; return the number of bytes read."""
         return self._store.first_that_has(self._key, lambda client: client.read_into(self._key, start, target))

@@ -54,11 +54,7 @@ _OWNER = TypeAdapter(LockOwner)
 
 
 def lock(descriptor: int, *, wait: bool = False) -> None:
-    """Lock an open file exclusively.
-
-    Args:
-        descriptor: The descriptor of the file.
-        wait: Whether to wait if another process holds the lock.
+    """Lock an open file exclusively, or ``wait`` until another process releases it.
 
     Raises:
         BlockingIOError: Another process holds the lock.

@@ -269,7 +269,8 @@ class Supervisor:
         return None
 
     def _start(self, channel: Channel, message: dict[str, Any]) -> None:
-        message = {**message, "ahead_s": _ahead_s(message["now"], SystemClock().now())}
+        ahead_s = message["now"] - SystemClock().now()
+        message = {**message, "ahead_s": ahead_s if abs(ahead_s) > _CLOCKS_AGREE_S else 0.0}
         child = self._child
         if child is not None:
             # Freeing the old child's memory may take longer than the allowed silence: `_child_ended` starts the new
@@ -331,7 +332,12 @@ class Supervisor:
         try:
             message = launched.receive()
         except EOFError:
-            self._launcher_ended(channel, launched)
+            stderr, code = launched.stderr.end(), self._forget_launcher()
+            if launched.is_ready:
+                # Warm up a launcher for the next generation. One that was never ready is replaced only when needed.
+                self._launch()
+            if child is not None:
+                self._child_ended(channel, code, stderr)
             return
         if child is None or isinstance(message, Ready):
             return
@@ -343,14 +349,6 @@ class Supervisor:
                 self._report(channel, {"status": message.status})
         elif isinstance(message, Exited):
             self._child_ended(channel, message.code, launched.stderr.end())
-
-    def _launcher_ended(self, channel: Channel, launched: LauncherProcess) -> None:
-        stderr, code = launched.stderr.end(), self._forget_launcher()
-        if launched.is_ready:
-            # Warm up a launcher for the next generation. One that was never ready is replaced only when it is needed.
-            self._launch()
-        if self._child is not None:
-            self._child_ended(channel, code, stderr)
 
     def _child_ended(self, channel: Channel, code: int, stderr: str) -> None:
         child = self._child
@@ -480,11 +478,6 @@ class Supervisor:
             self._child = None
         self._listener.close()
         self._selector.close()
-
-
-def _ahead_s(coordinators: float, own: float) -> float:
-    """Return how many seconds the coordinator's clock is ahead of this machine's, or 0 if they agree."""
-    return coordinators - own if abs(coordinators - own) > _CLOCKS_AGREE_S else 0.0
 
 
 PROCESS_STOPPED = "the process was stopped (SIGSTOP)"

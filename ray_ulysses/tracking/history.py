@@ -192,10 +192,11 @@ def read_history(
     """
     run_dir = place_of(run_dir)
     journal = read_journal(run_dir) if journal is None else journal
+    world_sizes = {one.step: one.world_size for one in journal.entries if isinstance(one, CheckpointCommitted)}
     return build_history(
         name=run_dir.absolute().name,
         journal=journal,
-        checkpoints=_read_checkpoints(store if store is not None else open_store(run_dir), _world_sizes(journal)),
+        checkpoints=_read_checkpoints(store if store is not None else open_store(run_dir), world_sizes),
         owner=current_owner(run_dir) if is_held is None else None,
     )
 
@@ -224,6 +225,8 @@ def build_history(
     failure = None if owner is not None else _last_failure(journal.entries)
     before, spent = inherited_steps(journal.entries), time_spent(journal.entries)
     step = max(last, before.step)
+    # After a replay, the last samples of a step count.
+    samples = {one.step: one for one in journal.entries if isinstance(one, Sampled) and one.step <= step}
     return RunHistory(
         name=name,
         status="failed" if failure is not None else _status(attempts, owner),
@@ -240,17 +243,11 @@ def build_history(
         evaluation=next(
             (one for one in reversed(journal.entries) if isinstance(one, Evaluated) and one.step <= step), None
         ),
-        samples=_samples(journal.entries, step),
+        samples=tuple(one for _, one in sorted(samples.items())),
         failure=failure,
         missing_steps=kept.missing_after(before.step),
         damaged_records=tuple(str(record) for record in journal.damaged),
     )
-
-
-def _samples(entries: Iterable[Entry], last: int) -> tuple[Sampled, ...]:
-    """Return the samples up to a step. After a replay, the last ones of a step count."""
-    found = {one.step: one for one in entries if isinstance(one, Sampled) and one.step <= last}
-    return tuple(found[step] for step in sorted(found))
 
 
 def _by_attempt(entries: Iterable[Entry]) -> list[list[Entry]]:
@@ -354,11 +351,7 @@ def _status(attempts: Sequence[Sequence[Entry]], owner: LockOwner | None) -> Sta
 
 
 def finished_step(entries: Iterable[Entry]) -> int | None:
-    """Return the step at which a run finished, or None if its newest attempt did not finish the run.
-
-    Args:
-        entries: The run's journal.
-    """
+    """Return the step at which a run finished by its journal, or None if its newest attempt did not finish it."""
     attempts = _by_attempt(entries)
     found = _first(attempts[-1], RunFinished) if attempts else None
     return found.step if found is not None else None
@@ -391,12 +384,6 @@ def run_pace(run_dir: Place) -> Pace | None:
         return None
     end = started.run_last_step or started.last_step
     return Pace(seconds_left=(end - newest.step) * newest.seconds, start_s=start_s)
-
-
-def _world_sizes(journal: Journal) -> dict[int, int]:
-    """Return the world size of each checkpoint whose commit is in the journal, by step."""
-    commits = (entry for entry in journal.entries if isinstance(entry, CheckpointCommitted))
-    return {commit.step: commit.world_size for commit in commits}
 
 
 def _read_checkpoints(store: Store, world_sizes: Mapping[int, int]) -> list[CheckpointRecord]:

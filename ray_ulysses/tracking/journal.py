@@ -132,7 +132,8 @@ class AttemptJournal:
         # The file is `_num_durable` bytes, then `_tail`, of which the kernel has accepted the first `_num_taken` bytes.
         self._num_durable = self._stream.seek(0, os.SEEK_END)
         # A writer may have died in the middle of a line. Without a newline, the next record would be lost with it.
-        self._tail = bytearray(b"\n" if _is_torn(self._stream.fileno(), self._num_durable) else b"")
+        is_torn = self._num_durable > 0 and os.pread(descriptor, 1, self._num_durable - 1) != b"\n"
+        self._tail = bytearray(b"\n" if is_torn else b"")
         self._num_taken = 0
         self._lock = threading.Lock()
         self._sync_lock = threading.Lock()
@@ -232,10 +233,6 @@ class AttemptJournal:
             offset = self._num_durable + self._num_taken
             # A nearly full disk accepts only part of the data, and reports an error on the next write.
             self._num_taken += os.pwrite(self._stream.fileno(), self._tail[self._num_taken :], offset)
-
-
-def _is_torn(descriptor: int, size: int) -> bool:
-    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
 
 
 class SegmentedJournal:

@@ -51,11 +51,7 @@ class DamagedRecord:
 
 
 def encode_record(fields: Mapping[str, Any]) -> tuple[Event, bytes]:
-    """Return an event as readers will parse it, and its journal line, including the checksum and the newline.
-
-    Args:
-        fields: The event's fields, and optional extra fields.
-    """
+    """Return an event, given its fields and optional extra ones, as readers will parse it, and its complete line."""
     line = encode_event(fields)
     try:
         found = read_json(event_adapter(), line)

@@ -97,12 +97,9 @@ def usable(tracked: Iterable[TrackedCheckpoint]) -> list[TrackedCheckpoint]:
 
 
 def best_tracked(live: Sequence[TrackedCheckpoint]) -> TrackedCheckpoint | None:
-    """Return the checkpoint with the lowest finite loss, among those of the newest checkpoint's stage and data.
+    """Return the checkpoint with the lowest finite loss, among the `usable` ones of the newest one's stage and data.
 
     Ties go to the newest checkpoint.
-
-    Args:
-        live: Checkpoints from `usable`.
     """
     compared = [one for one in live if (one.stage, one.measured) == (live[-1].stage, live[-1].measured)]
     for name in BEST_BY:
@@ -284,8 +281,7 @@ def tracked_checkpoints(
             [experiment_id], filter_string=query, max_results=_MODELS_PER_PAGE, page_token=token
         )
     )
-    found = map(_tracked_checkpoint, models)
-    return [one for one in found if one is not None]
+    return [one for one in map(_tracked_checkpoint, models) if one is not None]
 
 
 def _pages(ask: Callable[[str | None], PagedList[_Item]]) -> Iterator[_Item]:
@@ -303,6 +299,8 @@ def _tracked_checkpoint(model: LoggedModel) -> TrackedCheckpoint | None:
     step, attempt = _number(tags.get("step")), _number(tags.get("attempt"))
     if step is None or attempt is None:
         return None
+    points: Sequence[Any] = model.metrics or ()
+    own = [point for point in points if point.key.startswith(METRIC_PREFIX)]
     return TrackedCheckpoint(
         model_id=str(model.model_id),
         is_complete=model.status in _STATUS.values(),
@@ -312,20 +310,11 @@ def _tracked_checkpoint(model: LoggedModel) -> TrackedCheckpoint | None:
         path=str(tags.get("path", "")),
         store=str(tags.get("store", "")),
         cursor=_json(tags.get("cursor")),
-        metrics=_metrics(model),
+        metrics={point.key.removeprefix(METRIC_PREFIX): float(point.value) for point in own},
         stage=str(tags.get("stage", "")),
         measured=str(tags.get("measured", "")),
         marks=tuple(mark for mark in MARKS if tags.get(mark) == "true"),
     )
-
-
-def _metrics(model: LoggedModel) -> dict[str, float]:
-    points: Sequence[Any] = model.metrics or ()
-    return {
-        point.key.removeprefix(METRIC_PREFIX): float(point.value)
-        for point in points
-        if point.key.startswith(METRIC_PREFIX)
-    }
 
 
 def _tags(checkpoint: CheckpointEvent) -> dict[str, str]:

@@ -245,8 +245,10 @@ class MlflowSink(Sink):
 
         found = self._client.get_experiment_by_name(self._experiment)
         if found is None:
+            database = sqlite_path(self._uri)
+            # MLflow's default folder for artifacts of an SQLite database would be in the working directory.
+            location = None if database is None else (database.absolute().parent / "mlartifacts").as_uri()
             try:
-                location = _artifact_root(self._uri)
                 return str(
                     self._client.create_experiment(self._experiment, artifact_location=location, tags=_EXPERIMENT_TAGS)
                 )
@@ -393,12 +395,6 @@ def _user() -> dict[str, str]:
 def _is_active(info: RunInfo | Experiment) -> bool:
     """Return whether a run or an experiment exists and was not deleted."""
     return str(info.lifecycle_stage) == "active"
-
-
-def _artifact_root(uri: str) -> str | None:
-    """Return the artifact folder next to an SQLite database; MLflow's default would be in the working directory."""
-    database = sqlite_path(uri)
-    return None if database is None else (database.absolute().parent / "mlartifacts").as_uri()
 
 
 def _slices(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

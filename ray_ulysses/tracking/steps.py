@@ -229,13 +229,10 @@ class CountedSteps:
 
 
 def steps_that_count(entries: Iterable[Entry]) -> CountedSteps:
-    """Separate the steps that count from the others.
+    """Separate the steps of a run's journal that count from the others.
 
     An attempt that resumed at step r starts from the state after r steps, so all earlier records of later steps are
     lost.
-
-    Args:
-        entries: The run's journal.
     """
     attempts: list[tuple[int, list[Rows]]] = []
     attempt = 0

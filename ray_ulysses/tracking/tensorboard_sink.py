@@ -22,9 +22,6 @@ class TensorBoardSink(Sink):
     """Delivers updates to event files in one directory, one file per connection; TensorBoard shows them as one run.
 
     If a command dies between a delivery and its acknowledgement, some points are written twice and overlap in the plot.
-
-    Args:
-        directory: Directory of the event files.
     """
 
     def __init__(self, directory: Path) -> None:
