@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
 from ray.train.v2._internal.exceptions import (
@@ -26,6 +26,7 @@ from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, Wo
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import WorkersMissing
 from ray_ulysses.cluster.scaling import Resized
+from ray_ulysses.config import Config
 from ray_ulysses.elastic.causes import Cause, RankError, failures_that_count, lost, one_line, raised, root_cause
 from ray_ulysses.errors import FinalError, RunError, UserError
 from ray_ulysses.logging import get_logger
@@ -33,15 +34,10 @@ from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.completion import record_run_failed
 from ray_ulysses.run.start_point import known_step
 from ray_ulysses.run.takeover import refusal, takeover
-from ray_ulysses.tracking.events import AttemptEnded, StartFailed
+from ray_ulysses.tracking.events import AttemptEnded, EndEvent, StartFailed
 from ray_ulysses.tracking.failures import command_failures, describe_failure, newest_attempt, record_failure
 from ray_ulysses.tracking.journal_files import attempt_numbers
 from ray_ulysses.tracking.journal_reader import JournalFileReader, read_side_files
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
-    from ray_ulysses.tracking.events import EndEvent
-    from ray_ulysses.tracking.failures import NewestAttempt
 
 _log = get_logger(__name__)
 _Found = TypeVar("_Found")
@@ -147,7 +143,7 @@ class FailureLog:
             noticed: Details from the coordinator, or None if Ray Train detected the failure.
         """
         run_dir, elastic, now = self.config.run_dir, self.config.elastic, self.clock.now()
-        newest = self.newest()
+        newest = _if_it_answers(lambda: newest_attempt(run_dir))
         own = newest if newest is not None and newest.attempt >= self.first_attempt else None
         last_step = own.last_step if own is not None else None
         has_begun = (
@@ -204,10 +200,6 @@ class FailureLog:
         # A write that reported an error may have reached the journal anyway.
         known = {one.time for one in recorded}
         return sorted([*recorded, *(one for one in self.unrecorded if one.time not in known)], key=lambda one: one.time)
-
-    def newest(self) -> NewestAttempt | None:
-        """Return the run's newest attempt, or None if there is none or the journal is unreadable."""
-        return _if_it_answers(lambda: newest_attempt(self.config.run_dir))
 
     def _read(self) -> list[AttemptEnded | StartFailed]:
         def add() -> None:

@@ -154,10 +154,10 @@ class NodeWatches:
         for node in nodes.keys() - self._watches.keys():
             actor = self._start(node)
             self._watches[node] = (actor, actor.next_news.remote())
-        asked = {watch[1]: node for node, watch in self._watches.items() if watch is not None}
+        asked = {watch[1]: (node, watch[0]) for node, watch in self._watches.items() if watch is not None}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
         for answer in answered:
-            node, news = asked[answer], None
+            (node, actor), news = asked[answer], None
             try:
                 news = ray.get(answer)
             except RayActorError as error:
@@ -165,12 +165,9 @@ class NodeWatches:
                 _log.debug("the watch of node %s has ended: %s", node, error)
             except RayError as error:
                 _log.warning("node %s can't be watched for preemption notices (%s)", nodes[node], error)
-            watch = self._watches[node]
-            if news is None or watch is None:
-                self._watches[node] = None
-                continue
-            self._say(f"node {nodes[node]} {news}")
-            self._watches[node] = (watch[0], watch[0].next_news.remote())
+            if news is not None:
+                self._say(f"node {nodes[node]} {news}")
+            self._watches[node] = None if news is None else (actor, actor.next_news.remote())
 
 
 def watch_nodes(elastic: ElasticSection, say: Callable[[str], object], *, embedded: bool) -> NodeWatches | None:

@@ -12,23 +12,20 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ulysses.checkpoint import newest_committed
-from ray_ulysses.clock import SystemClock
+from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.session import answers_in_time, free_memory
+from ray_ulysses.config import Config
 from ray_ulysses.logging import get_logger
 from ray_ulysses.peer_memory import AgentAddresses, PeerMemoryAgent, PeerMemoryStore, partners
 from ray_ulysses.peer_memory.wire import PROTOCOL, split_address
 from ray_ulysses.run.ownership import peer_memory_key
-
-if TYPE_CHECKING:
-    from ray_ulysses.clock import Clock
-    from ray_ulysses.config import Config
 
 _log = get_logger(__name__)
 _NAMESPACE = "ray-ulysses-peer-memory"

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
+from ray_ulysses.cluster.capacity import Node
 from ray_ulysses.cluster.session import cluster_nodes
+from ray_ulysses.data.corpus.reference import Part, Reference
 from ray_ulysses.errors import RunError, UlyssesError, UserError
-from ray_ulysses.evaluation.reference import compute_parts
+from ray_ulysses.evaluation.reference import PreparedReference, ReferenceRequest, compute_parts
 from ray_ulysses.logging import configure_logging, quiet_libraries
 from ray_ulysses.parallel.local_ranks import RankDiedError, run_local_ranks
-
-if TYPE_CHECKING:
-    from ray_ulysses.cluster.capacity import Node
-    from ray_ulysses.data.corpus.reference import Part, Reference
-    from ray_ulysses.evaluation.reference import PreparedReference, ReferenceRequest
 
 _LOOK_EVERY_S = 5.0
 _MAX_RETRIES = 10

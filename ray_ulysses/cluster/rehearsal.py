@@ -33,7 +33,7 @@ from ray_ulysses.cluster.peer_memory_agents import is_agent, kill_agent
 from ray_ulysses.cluster.session import workers_of_job
 from ray_ulysses.errors import RunError
 from ray_ulysses.rehearsal.recoveries import InjectedFault, Recovery, recoveries
-from ray_ulysses.rehearsal.schedule import LOSES_A_NODE, Fault, FaultKind
+from ray_ulysses.rehearsal.schedule import LOSES_A_NODE, Fault, FaultKind, FaultTargets
 from ray_ulysses.report.words import minutes
 from ray_ulysses.run.ownership import peer_memory_key
 from ray_ulysses.tracking.events import AttemptStarted, Event, StepDone
@@ -43,7 +43,6 @@ from ray_ulysses.tracking.steps import ungroup_steps
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.rehearsal.schedule import FaultTargets
     from ray_ulysses.run.preflight import PreparedRun
 
 CALM_S = 10.0

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ray.util.metrics import Gauge
 
+from ray_ulysses.config import Config
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_location
 from ray_ulysses.storage.background import BackgroundCalls
 from ray_ulysses.tracking.metric_units import STEP_METRICS, TOKENS_PER_S
 from ray_ulysses.tracking.tail import JournalSource
 from ray_ulysses.tracking.updates import StepMetrics, Translation
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
 
 _log = get_logger(__name__)
 _READ_EVERY_S = 1.0

@@ -30,7 +30,7 @@ import ray
 from ray._private import state
 from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.exceptions import RayError
-from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingDecision, ScalingPolicy
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand, Node, node_of, room_for_workers
@@ -55,7 +55,6 @@ from ray_ulysses.tracking.history import run_pace
 
 if TYPE_CHECKING:
     from ray.air.config import ScalingConfig
-    from ray.train.v2._internal.execution.scaling_policy import ScalingDecision
     from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus, WorkerGroupState
 
     from ray_ulysses.run.settings import ResolvedRun

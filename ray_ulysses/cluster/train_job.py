@@ -27,6 +27,7 @@ from ray_ulysses.cluster.controller import NoProcessGroup, StopWatch, Supervised
 from ray_ulysses.cluster.failures import (
     CONTROLLER,
     Ended,
+    FailureLog,
     TrainingFailed,
     failure_log,
     record_final_failure,
@@ -56,27 +57,22 @@ from ray_ulysses.run.checkpoint_store import checkpoint_claim
 from ray_ulysses.run.completion import record_command_ended, record_completion
 from ray_ulysses.run.ownership import claim_checkpoints, peer_memory_key
 from ray_ulysses.run.planning import skip_bad_step
-from ray_ulysses.run.preflight import check_resume, check_writable, claim_directory, refuse_vanished
+from ray_ulysses.run.preflight import PreparedRun, check_resume, check_writable, claim_directory, refuse_vanished
 from ray_ulysses.run.requests import announce_session, clear_stop
-from ray_ulysses.run.run_files import describe_run
+from ray_ulysses.run.run_files import RunTexts, describe_run
 from ray_ulysses.run.takeover import leave_refusal, refusal
 from ray_ulysses.run.trackers import tracked
-from ray_ulysses.storage.claim import run_claim
+from ray_ulysses.storage.claim import Claim, run_claim
 from ray_ulysses.storage.place import Place, node_folder
 from ray_ulysses.storage.regular import refuse_links
-from ray_ulysses.tracking.history import read_history
+from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.mlflow_tracker import mlflow_page
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ray_ulysses.cluster.failures import FailureLog
     from ray_ulysses.config import Config
-    from ray_ulysses.run.preflight import PreparedRun
-    from ray_ulysses.run.run_files import RunTexts
     from ray_ulysses.run.settings import ResolvedRun
-    from ray_ulysses.storage.claim import Claim
-    from ray_ulysses.tracking.history import RunHistory
 
 _log = get_logger(__name__)
 _LOOK_EVERY_S = 0.2

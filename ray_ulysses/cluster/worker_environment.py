@@ -10,20 +10,18 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ulysses.clock import CLOCK_START
 from ray_ulysses.cluster.session import answers_in_time
+from ray_ulysses.config import Config
 from ray_ulysses.config.credentials import CREDENTIALS
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.gpu_environment import ALLOCATOR
 from ray_ulysses.run.secrets_file import SETTING, SecretsFile, read_secrets
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
 
 PASSED = frozenset(
     {

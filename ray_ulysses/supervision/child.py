@@ -30,9 +30,9 @@ from ray_ulysses.parallel.gpu_environment import keep_nccl_log
 from ray_ulysses.run.requests import clear_stop, stop_requested
 from ray_ulysses.run.secrets_file import use_secrets
 from ray_ulysses.run.takeover import leave_refusal, takeover
-from ray_ulysses.supervision.order import MOST_BYTES, Result
+from ray_ulysses.supervision.order import MOST_BYTES, Order, Result
 from ray_ulysses.supervision.remote_streams import RemoteStreams
-from ray_ulysses.supervision.shared_progress import HangDump
+from ray_ulysses.supervision.shared_progress import HangDump, SharedProgress
 from ray_ulysses.trainer.diagnostics import is_out_of_memory
 from ray_ulysses.trainer.loop import run_attempt
 from ray_ulysses.trainer.worker import Worker
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.data.read.reader import RowReader
     from ray_ulysses.parallel.layout import ParallelLayout
-    from ray_ulysses.supervision.order import Order
-    from ray_ulysses.supervision.shared_progress import SharedProgress
 
 WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 """Environment variable that keeps PyTorch's NCCL watchdog from ending a process whose peer is gone, which would look

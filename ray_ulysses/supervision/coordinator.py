@@ -199,21 +199,20 @@ class Coordinator:
             connected = self._accept(json.loads(await reader.readline()), writer)
             while connected is not None and (line := await reader.readline()):
                 connected.heard_at = self._clock.monotonic()
-                present = self._present
-                if present is not None and self._is_present(connected):
+                if (present := self._present_of(connected)) is not None:
                     self._heard(present, connected.worker, json.loads(line))
         except (OSError, ValueError) as error:
             _log.debug("a connection to the coordinator ended: %s", error)
         finally:
             writer.close()
-            present = self._present
-            if connected is not None and present is not None and self._is_present(connected):
+            if connected is not None and (present := self._present_of(connected)) is not None:
                 del present.connections[connected.worker]
                 self._reduce(reform.WorkerLost(worker=connected.worker, what="the process is gone"))
 
-    def _is_present(self, connected: _Connected) -> bool:
-        """Return whether a connection belongs to the current group and has not been replaced."""
-        return self._present is not None and self._present.connections.get(connected.worker) is connected
+    def _present_of(self, connected: _Connected) -> _Present | None:
+        """Return the current group if a connection belongs to it and has not been replaced."""
+        present = self._present
+        return present if present is not None and present.connections.get(connected.worker) is connected else None
 
     def _accept(self, first: dict[str, Any], writer: asyncio.StreamWriter) -> _Connected | None:
         present = self._present
