@@ -87,15 +87,11 @@ def room_for_workers(demand: Demand, nodes: Mapping[str, Node]) -> dict[str, int
     """Return the number of workers that fit on each node, after reserving CPUs for one data-stream task."""
     room = {name: demand.workers_on(node) for name, node in nodes.items()}
     left = [node.cpus - room[name] * demand.cpus for name, node in nodes.items()]
-    if (
-        demand.data_cpus > 0
-        and sum(room.values()) <= demand.wanted.most
-        and max(left, default=0.0) < demand.data_cpus - _ROUNDING
-    ):
+    is_full = sum(room.values()) <= demand.wanted.most and max(left, default=0.0) < demand.data_cpus - _ROUNDING
+    if room and demand.data_cpus > 0 and is_full:
         # No node has enough spare CPUs for a stream task: free them on the node with the most workers.
-        largest = max(room, key=lambda name: (room[name], name), default=None)
-        if largest is not None:
-            room[largest] = max(0, room[largest] - math.ceil(demand.data_cpus / demand.cpus - _ROUNDING))
+        largest = max(room, key=lambda name: (room[name], name))
+        room[largest] = max(0, room[largest] - math.ceil(demand.data_cpus / demand.cpus - _ROUNDING))
     return room
 
 

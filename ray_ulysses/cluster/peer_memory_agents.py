@@ -103,10 +103,9 @@ def ensure_agents(
 def end_agents(run_key: str) -> None:
     """End all agents of a run, and discard their content."""
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == _NAMESPACE and actor["name"].startswith(f"{run_key}/"):
-            handle = _find(actor["name"])
-            if handle is not None:
-                ray.kill(handle)
+        is_own = actor["namespace"] == _NAMESPACE and actor["name"].startswith(f"{run_key}/")
+        if is_own and (handle := _find(actor["name"])) is not None:
+            ray.kill(handle)
 
 
 def kill_agent(run_key: str, node: str) -> bool:

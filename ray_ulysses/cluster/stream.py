@@ -129,8 +129,7 @@ def _fetched(block: Any, stopped: threading.Event) -> pa.Table:
     while not ray.wait([block], timeout=_LONGEST_PAUSE_S[True])[0]:
         if stopped.is_set():
             raise _StoppedError
-    table: pa.Table = ray.get(block)
-    return table
+    return ray.get(block)
 
 
 class _StoppedError(ExecutionTimeoutError):

@@ -145,16 +145,14 @@ def train(prepared: PreparedRun, texts: RunTexts, view: RunDisplay, started: flo
         # Another command may have started the run before this one claimed it.
         prepared = prepared.read_again()
         check_resume(prepared)
-        history = record_completion(prepared)
-        if history is not None:
+        if (history := record_completion(prepared)) is not None:
             return TrainResult(history=history, was_complete=True, seconds=SystemClock().now() - started)
         if cluster_address(config.cluster.address) is None:
             # Check before an embedded Ray is started.
             found = [gpu_problem(config, torch.cuda.device_count())]
             if prepared.local_bytes > (free := free_memory()):
                 found.append(local_problem(config, prepared.report.shape, free))
-            problems = [one for one in found if one is not None]
-            if problems:
+            if problems := [one for one in found if one is not None]:
                 raise ConfigError(problems, source="a Ray on this machine")
         claim_directory(prepared)
         try:
@@ -272,8 +270,7 @@ def _run_workers(
         with contextlib.suppress(OSError):
             claim.beat()
     end_if_lost(claims, config.run_dir, session)
-    text = refusal(config.run_dir, session)
-    if text is not None:
+    if (text := refusal(config.run_dir, session)) is not None:
         raise UserError(text) from failure
     return Ended(error=failure, logs=logs)
 
@@ -381,8 +378,7 @@ def _trainer(run: ResolvedRun, book: FailureLog, look: Callable[[], object], com
 def _check_capacity(config: Config, demand: Demand, console: Console, *, embedded: bool) -> None:
     """Raise `RunError` before any worker starts if the run does not fit on the cluster's nodes."""
     nodes = cluster_nodes()
-    lack = shortfall(demand, nodes)
-    if lack is not None:
+    if (lack := shortfall(demand, nodes)) is not None:
         if config.cluster.wait_for_nodes and not embedded:
             return
         wait = "" if embedded else "; cluster.wait_for_nodes=true waits for nodes that join later"

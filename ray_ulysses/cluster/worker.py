@@ -64,8 +64,7 @@ def supervise(
     if not isinstance(config.run_dir, Path):
         # Access to the run's remote directory needs the secrets; the training processes read them separately.
         use_secrets(config, is_needed=False)
-    text = refusal(config.run_dir, job["session"])
-    if text is not None:
+    if (text := refusal(config.run_dir, job["session"])) is not None:
         raise UserError(text)
     address, device = ray.util.get_node_ip_address(), "cpu"
     if config.cluster.gpus_per_worker:

@@ -87,8 +87,7 @@ def check_secrets(config: Config, say: Callable[[str], Any]) -> None:
         UserError: A node can't read ``cluster.secrets_file``.
     """
     names, file = kept_back(os.environ), SecretsFile.of(config)
-    shown = sorted(_of_the_job(os.environ).intersection(names))
-    if shown:
+    if shown := sorted(_of_the_job(os.environ).intersection(names)):
         say(
             f"warning: {', '.join(shown)} {_are(shown)} in the runtime environment of this job, which Ray writes into "
             f"logs that others can read. Remove {_it(shown)} there, and {_hint(shown)}; then replace the secrets that "

@@ -82,8 +82,7 @@ class AgentClient:
     def sizes(self, prefix: str) -> dict[str, int]:
         """Return the size in bytes of each file whose key is `prefix` or is in the folder `prefix`, by key."""
         with self._connection() as connection:
-            found: dict[str, int] = _call(connection, op="sizes", prefix=prefix)["sizes"]
-        return found
+            return dict(_call(connection, op="sizes", prefix=prefix)["sizes"])
 
     def delete(self, prefix: str) -> None:
         """Delete the file `prefix`, or all files under the folder `prefix`."""
@@ -151,13 +150,7 @@ class AgentClient:
 
     @contextmanager
     def uploading(self, key: str, *, replace: bool, is_large: bool) -> Iterator[Uploading]:
-        """Start the upload of a file, which becomes visible once its last chunk is appended.
-
-        Args:
-            key: Key of the file.
-            replace: Whether to replace an existing file.
-            is_large: Whether the agent should reuse spare pages for the file.
-        """
+        """Start the upload of a file, which becomes visible once its last chunk is appended; see `put`."""
         with self._connection() as connection:
             try:
                 yield Uploading(connection, key, replace=replace, is_large=is_large)

@@ -454,5 +454,4 @@ def check_lent(descriptor: int, num_bytes: int) -> None:
 
 
 def _address(view: memoryview) -> int:
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return address
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])

@@ -117,8 +117,7 @@ def has_ended(connection: socket.socket) -> bool:
 def peer_user(connection: socket.socket) -> int:
     """Return the user ID of the process at the other end of a Unix socket."""
     credentials = struct.Struct("3i")
-    user: int = credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))[1]
-    return user
+    return int(credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))[1])
 
 
 def local_address(address: str) -> str:

@@ -195,8 +195,7 @@ class ObjectStore(Store):
                 raise ConnectionError("the response was too short")
             return content[: size if limit < 0 else limit]
 
-        content = self._tried(key, attempt)
-        if content is not None:
+        if (content := self._tried(key, attempt)) is not None:
             return content
         return super().read_whole(key, limit)
 

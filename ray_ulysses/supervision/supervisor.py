@@ -205,8 +205,7 @@ class Supervisor:
                     if key.fileobj is channel:
                         self._heard_at = time.monotonic()
                         for message in channel.receive():
-                            ended = self._obey(channel, message)
-                            if ended is not None:
+                            if (ended := self._obey(channel, message)) is not None:
                                 return ended
                     elif self._launched is not None and key.fileobj is self._launched.stderr:
                         self._launched.stderr.pass_on()

@@ -109,8 +109,7 @@ def record_hang(run_dir: Place, text: str, stacks: Mapping[int, str], *, writer:
     Raises:
         OSError: The journal can't be written.
     """
-    newest = newest_attempt(run_dir)
-    if newest is not None:
+    if (newest := newest_attempt(run_dir)) is not None:
         by_rank = {str(rank): stack for rank, stack in stacks.items()}
         with closing(open_journal(run_dir, newest.attempt, writer=writer)) as journal:
             journal.append({"event": "hang", "text": text, "stacks": by_rank})

@@ -100,8 +100,7 @@ def journal_files(run_dir: Place | str, retry_s: float = READ_RETRY_S) -> Iterat
         files.update(segmented)
     found = []
     for name, file in files.items():
-        match = JOURNAL_FILE_NAME.match(name)
-        if match:
+        if match := JOURNAL_FILE_NAME.match(name):
             found.append((int(match["attempt"]), match["writer"] or "", file))
     for attempt, _, file in sorted(found, key=lambda one: one[:2]):
         yield attempt, file
@@ -155,8 +154,7 @@ def segmented_files(store: Store, sizes: Mapping[str, int | None]) -> dict[str, 
     by_file: dict[str, list[JournalSegment]] = {}
     unreadable: dict[str, str] = {}
     for key, num_bytes in sizes.items():
-        match = JOURNAL_SEGMENT.match(key)
-        if match is not None:
+        if (match := JOURNAL_SEGMENT.match(key)) is not None:
             first = int(match["first"] or 0)
             segment = JournalSegment(key=key, first=first, last=int(match["last"] or first), num_bytes=num_bytes or 0)
             by_file.setdefault(match["file"], []).append(segment)

@@ -92,8 +92,7 @@ class JournalFileReader:
             NotAPlainFileError: The file is a pipe, a socket or a device.
             OSError: The file can't be read.
         """
-        reason = why_no_file(self._file)
-        if reason is not None:
+        if (reason := why_no_file(self._file)) is not None:
             yield self._damaged(0, reason)
             return
         with open_journal_file(self._file) as stream:

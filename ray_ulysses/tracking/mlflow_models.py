@@ -103,8 +103,7 @@ def best_tracked(live: Sequence[TrackedCheckpoint]) -> TrackedCheckpoint | None:
     """
     compared = [one for one in live if (one.stage, one.measured) == (live[-1].stage, live[-1].measured)]
     for name in BEST_BY:
-        rated = [one for one in compared if math.isfinite(one.metrics.get(name, math.nan))]
-        if rated:
+        if rated := [one for one in compared if math.isfinite(one.metrics.get(name, math.nan))]:
             # Training and evaluation losses are not comparable, so checkpoints without an evaluation are left out.
             return min(reversed(rated), key=lambda one: one.metrics[name])
     return None
@@ -244,8 +243,7 @@ class CheckpointModels:
                 self._client.set_logged_model_tags(new, {mark: "true"})
             for model_id in old:
                 self._client.delete_logged_model_tag(model_id, mark)
-        best = best_tracked(usable(tracked))
-        if best is not None:
+        if (best := best_tracked(usable(tracked))) is not None:
             losses = {f"best.{name}": f"{best.metrics[name]:.6g}" for name in BEST_BY if name in best.metrics}
             self._tag_run({"best.step": str(best.step), "best.path": best.path, **losses})
 
@@ -419,10 +417,8 @@ class MlflowRuns:
 
     def find(self, run: str) -> list[MlflowRun]:
         """Return the runs with the given id or name, newest first; other tools' runs only if there are no others."""
-        if _RUN_ID.match(run):
-            by_id = self._search(f"attributes.run_id = '{run}'", 1)
-            if by_id:
-                return self._runs(by_id)
+        if _RUN_ID.match(run) and (by_id := self._search(f"attributes.run_id = '{run}'", 1)):
+            return self._runs(by_id)
         quote = '"' if "'" in run else "'"
         if quote in run:
             return []

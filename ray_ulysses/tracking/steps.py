@@ -38,6 +38,7 @@ STEP_ROW = np.dtype(
 """All numeric fields of `StepDone`; NaN represents None."""
 
 _Other = TypeVar("_Other")
+_COLUMNS: tuple[str, ...] = STEP_ROW.names or ()
 _MAX_STEPS = 4096
 
 
@@ -105,20 +106,10 @@ def ungroup_steps(entries: Iterable[Entry | _Other]) -> Iterator[Event | _Other]
 
 def step_of(row: Any) -> StepDone:
     """Return the event of a row of dtype `STEP_ROW`."""
-    attempt, time, step, loss, tokens, first_row, end_row, digest, seconds, saving_seconds, *optional = row.item()
-    there = {name: value for name, value in zip(OPTIONAL_FIELDS, optional, strict=True) if value == value}
-    return StepDone(
-        attempt=attempt,
-        time=time,
-        step=step,
-        loss=loss,
-        tokens=tokens,
-        rows=(first_row, end_row),
-        digest=digest,
-        seconds=seconds,
-        saving_seconds=saving_seconds,
-        **there,
-    )
+    found = dict(zip(_COLUMNS, row.item(), strict=True))
+    rows = found.pop("first_row"), found.pop("end_row")
+    # A loss may be NaN.
+    return StepDone(rows=rows, **{name: value for name, value in found.items() if value == value or name == "loss"})
 
 
 def step_rows(steps: Sequence[StepDone]) -> Rows:
@@ -207,8 +198,7 @@ class Steps(Sequence[StepDone]):
 
 def _numbers(column: NDArray[np.float64]) -> list[float | str]:
     """Return finite numbers unchanged, and the JSON text of non-finite ones."""
-    values: list[float] = column.tolist()
-    return [x if math.isfinite(x) else "null" if math.isnan(x) else f'"{x}"' for x in values]
+    return [x if math.isfinite(x) else "null" if math.isnan(x) else f'"{x}"' for x in column.tolist()]
 
 
 def _total(column: NDArray[Any]) -> int:
