@@ -169,8 +169,8 @@ def check_address(target: str, *, timeout_s: float = 4.0) -> bool:
         RunError: No Ray head answers, the head rejects the user's token, or this machine is not one of its nodes.
     """
     asks = asks_for_token(target, timeout_s=timeout_s)
-    with cluster_token(target, asks=asks), _node_service(create_gcs_channel(_resolve(target))) as stub:
-        _check_membership(stub, target, timeout_s)
+    with cluster_token(target, asks=asks), contextlib.closing(create_gcs_channel(_resolve(target))) as channel:
+        _check_membership(gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel), target, timeout_s)
     return asks
 
 
@@ -185,7 +185,8 @@ def asks_for_token(target: str, *, timeout_s: float = 4.0) -> bool:
     with cluster_token(target, asks=False):
         # The authentication mode at the channel's creation decides whether the channel sends a token.
         channel = create_gcs_channel(address)
-    with _node_service(channel) as stub:
+    with contextlib.closing(channel):
+        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         try:
             stub.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
@@ -193,14 +194,6 @@ def asks_for_token(target: str, *, timeout_s: float = 4.0) -> bool:
                 return True
             raise RunError(f"no Ray head answers at {target} ({_reason(error, timeout_s)}); {_ADDRESS_HINT}") from error
     return False
-
-
-@contextmanager
-def _node_service(channel: grpc.Channel) -> Iterator[Any]:
-    try:
-        yield gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-    finally:
-        channel.close()
 
 
 def _resolve(target: str) -> str:

@@ -237,12 +237,7 @@ def _recovery_line(one: Recovery, began: float) -> str:
 
 
 class TrainCommand:
-    """A ``train`` command that runs in its own process and logs to a file.
-
-    Args:
-        config: Path of the configuration file.
-        log: File to which the command's output is appended.
-    """
+    """A ``train`` command that runs in its own process and appends its output to the file ``log``."""
 
     def __init__(self, config: Path, log: Path) -> None:
         self.config, self.log = config, log

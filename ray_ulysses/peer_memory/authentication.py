@@ -56,10 +56,6 @@ class Gate:
     """The server's side of the handshake, which admits clients that know the token; thread-safe.
 
     The number and duration of pending handshakes are limited, and so is the rate of log lines about refused clients.
-
-    Args:
-        token: The run's secret.
-        clock: Source of time.
     """
 
     def __init__(self, token: str, clock: Clock | None = None) -> None:

@@ -185,12 +185,7 @@ class Refusal:
         return self.meaning in ("away", "transient")
 
     def as_os_error(self, name: str, tried_s: float) -> OSError:
-        """Return the refusal as an `OSError` with the matching error number.
-
-        Args:
-            name: Display name of the file or folder.
-            tried_s: Time spent on retries, in seconds.
-        """
+        """Return the refusal as an `OSError` with the matching error number, after ``tried_s`` seconds of retries."""
         said = f"failed for {tried_s:.1f} s" if self.may_pass else "refused"
         # OSError(...) creates a FileNotFoundError or PermissionError according to the error number.
         return OSError(_NUMBERS.get(self.meaning, errno.EIO), f"the store {said}: {self.reason}", name)

@@ -116,12 +116,7 @@ def record_hang(run_dir: Place, text: str, stacks: Mapping[int, str], *, writer:
 
 
 def record_failure(run_dir: Place, failure: AttemptEnded | StartFailed | RunFailed, *, writer: str) -> None:
-    """Record a failure in its attempt's journal.
-
-    Args:
-        run_dir: The run's directory.
-        failure: The failure.
-        writer: Name of the writer, which selects its journal file.
+    """Record a failure in its attempt's journal, in the file of a writer.
 
     Raises:
         OSError: The journal can't be written.

@@ -208,14 +208,7 @@ def build_history(
     checkpoints: Sequence[CheckpointRecord] = (),
     owner: LockOwner | None = None,
 ) -> RunHistory:
-    """Build the history of a run.
-
-    Args:
-        name: Name of the run.
-        journal: The run's journal.
-        checkpoints: The run's checkpoint folders.
-        owner: The live process that trains the run; None if there is none.
-    """
+    """Build the history of a run; ``owner`` is the live process that trains the run, or None if there is none."""
     counted = steps_that_count(journal.entries)
     kept = counted.kept
     last = kept[-1].step if kept else 0

@@ -152,11 +152,7 @@ class AttemptJournal:
         self.append_line(line, durable=is_durable(found))
 
     def append_line(self, line: bytes, *, durable: bool) -> None:
-        """Append an encoded event.
-
-        Args:
-            line: A line from `encode_record`.
-            durable: Whether to sync the file to disk before returning.
+        """Append a line from `encode_record`; if ``durable``, sync the file to disk before returning.
 
         Raises:
             OSError: See `append`.

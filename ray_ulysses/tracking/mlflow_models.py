@@ -131,14 +131,7 @@ class CheckpointModels:
     """Records the checkpoints of one MLflow run."""
 
     def __init__(self, client: MlflowClient, *, experiment_id: str, run_id: str, run_tags: Mapping[str, str]) -> None:
-        """Create the recorder without sending anything.
-
-        Args:
-            client: MLflow client.
-            experiment_id: Id of the run's experiment.
-            run_id: Id of the MLflow run.
-            run_tags: Tags added to every checkpoint, which identify the run and its checkpoint store.
-        """
+        """Create the recorder without sending anything; ``run_tags`` identify the run and its checkpoint store."""
         self._client, self._experiment_id, self._run_id = client, experiment_id, run_id
         self._run_tags = dict(run_tags)
 
@@ -267,11 +260,7 @@ def tracked_checkpoints(
 ) -> list[TrackedCheckpoint]:
     """Return all checkpoints that MLflow has recorded for a run, in any state.
 
-    Args:
-        client: MLflow client.
-        experiment_id: Id of the run's experiment.
-        run_id: Id of the MLflow run.
-        condition: Additional filter in MLflow's syntax, such as `` AND name='demo-step-00000010'``.
+    A ``condition`` is an additional filter in MLflow's syntax, such as `` AND name='demo-step-00000010'``.
     """
     query = f"source_run_id='{run_id}'{condition}"
     models = _pages(

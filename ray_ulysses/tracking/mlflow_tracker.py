@@ -116,12 +116,7 @@ class MlflowPage:
 
 
 def mlflow_page(uri: str, run_dir: Place) -> MlflowPage:
-    """Return where to view a run's metrics.
-
-    Args:
-        uri: Tracking URI. A password in the URI is redacted.
-        run_dir: The run's directory, which stores the id of the MLflow run.
-    """
+    """Return where to view a run's metrics. A password in the tracking URI is redacted."""
     shown = without_secret(uri)
     is_server = uri.startswith(("http://", "https://"))
     is_database = "://" in uri and not is_server and not uri.startswith("databricks")
