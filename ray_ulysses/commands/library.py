@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.clock import SystemClock
-from ray_ulysses.config import parse_config
+from ray_ulysses.config import Config, parse_config
 from ray_ulysses.run.secrets_file import use_secrets
 
 if TYPE_CHECKING:
     from ray_ulysses.cluster.train_job import TrainResult
-    from ray_ulysses.config import Config
     from ray_ulysses.planner.report import PlanReport
 
 

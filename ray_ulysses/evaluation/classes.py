@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +13,10 @@ from torch.nn import functional
 from ray_ulysses.attention.batch import shard_batch
 from ray_ulysses.engine.heads import document_logits
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.evaluation.held_out import HeldOut
 from ray_ulysses.evaluation.held_out_loss import choose_documents
 from ray_ulysses.evaluation.report import ClassReport
-
-if TYPE_CHECKING:
-    from ray_ulysses.evaluation.held_out import HeldOut
-    from ray_ulysses.parallel.mesh import SequenceMesh
+from ray_ulysses.parallel.mesh import SequenceMesh
 
 
 def check_classes(held: HeldOut, classes: tuple[str, ...]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.data.read.masking import Masking, masking_with
@@ -24,13 +26,9 @@ from ray_ulysses.evaluation.report import (
     RetrievalCell,
 )
 from ray_ulysses.evaluation.scoring import Passage, PassageScores, Score, score_passages
+from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.run.masks import read_masking
 from ray_ulysses.run.settings import versions
-
-if TYPE_CHECKING:
-    import torch
-
-    from ray_ulysses.parallel.mesh import SequenceMesh
 
 Say = Callable[[str], None]
 

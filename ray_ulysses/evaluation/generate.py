@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ray_ulysses.clock import SystemClock
+from ray_ulysses.config.reference_to_checkpoint import Which
 from ray_ulysses.data.sources.rows import RowError
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate, own_template
 from ray_ulysses.data.tokenize.tokenizers import transformers_tokenizer
@@ -25,12 +26,7 @@ from ray_ulysses.export.architecture import describe, generation_settings
 from ray_ulysses.export.check import free_memory_bytes
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer, tokenizer_in
 from ray_ulysses.model_shape import HYBRID_LAYER_TYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ray_ulysses.config.reference_to_checkpoint import Which
-    from ray_ulysses.storage.place import Place
+from ray_ulysses.storage.place import Place
 
 # Beyond this length, SDPA's memory-efficient kernel is wrong with a mask (pytorch#162588).
 _MOST_EFFICIENT_TOKENS = 65_536

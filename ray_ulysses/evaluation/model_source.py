@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ray_ulysses.attention.ulysses import apply_ulysses
+from ray_ulysses.checkpoint.manifest import Manifest
+from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.config.reference_to_checkpoint import Which
 from ray_ulysses.engine.model import build_model, refuse_architecture
 from ray_ulysses.engine.model_config import described_config, objective_of, stored_positions
 from ray_ulysses.engine.plugins import load_plugins
@@ -22,19 +27,12 @@ from ray_ulysses.export.stream import live_model
 from ray_ulysses.export.tensors import stored_tensors
 from ray_ulysses.inspect.run_data import with_planned_context
 from ray_ulysses.model_shape import read_model_config
+from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run.settings import config_of_checkpoint
 from ray_ulysses.run.start_point import find_checkpoint
-
-if TYPE_CHECKING:
-    import torch
-
-    from ray_ulysses.checkpoint.manifest import Manifest
-    from ray_ulysses.config import Config
-    from ray_ulysses.config.reference_to_checkpoint import Which
-    from ray_ulysses.parallel.mesh import SequenceMesh
-    from ray_ulysses.storage import Store
-    from ray_ulysses.storage.place import Place
+from ray_ulysses.storage import Store
+from ray_ulysses.storage.place import Place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from ray_ulysses.config.job_paths import refuse_relative_in_job
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.evaluation.evaluate import Prepared, Say, evaluate, prepare_evaluation
-from ray_ulysses.evaluation.report import EvaluationReport, refuse_unwritable
+from ray_ulysses.evaluation.report import EvaluationReport, EvaluationRequest, refuse_unwritable
 from ray_ulysses.logging import escape_output
 from ray_ulysses.parallel.gpu_environment import expand_segments
 from ray_ulysses.parallel.layout import automatic_ring_size
@@ -22,9 +21,6 @@ from ray_ulysses.run_names import EVALUATION_FOLDER, step_folder
 from ray_ulysses.storage.place import Place
 from ray_ulysses.storage.regular import refuse_links
 from ray_ulysses.tracking.mlflow_results import track_evaluation
-
-if TYPE_CHECKING:
-    from ray_ulysses.evaluation.report import EvaluationRequest
 
 
 def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationReport, Place]:

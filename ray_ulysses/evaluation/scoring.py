@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from ray_ulysses.attention.batch import IGNORE_INDEX, shard_batch, unshard
 from ray_ulysses.engine.loss import score_tokens
 from ray_ulysses.errors import RunError
-
-if TYPE_CHECKING:
-    from ray_ulysses.parallel.mesh import SequenceMesh
+from ray_ulysses.parallel.mesh import SequenceMesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

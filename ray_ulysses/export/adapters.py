@@ -6,9 +6,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray_ulysses.checkpoint.state import StateDescription
+from ray_ulysses.config import Config
+from ray_ulysses.config.model import AdapterSection
 from ray_ulysses.engine.adapter import (
     ADAPTER_FILE,
     ADAPTER_NAME,
@@ -23,15 +25,11 @@ from ray_ulysses.engine.adapter import (
 )
 from ray_ulysses.engine.parameter_names import PREFIX
 from ray_ulysses.errors import UserError
+from ray_ulysses.export.architecture import Architecture
+from ray_ulysses.export.decoder_merge import DecoderMerge
 from ray_ulysses.export.files import WeightFile, aligned
+from ray_ulysses.export.report import ExportRequest, WeightType
 from ray_ulysses.export.tensors import LowRank, PublishedTensor, Stored, find_stored, stored_tensors
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
-    from ray_ulysses.config.model import AdapterSection
-    from ray_ulysses.export.architecture import Architecture
-    from ray_ulysses.export.decoder_merge import DecoderMerge
-    from ray_ulysses.export.report import ExportRequest, WeightType
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,18 +7,16 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ray_ulysses.config import Config
 from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.engine.stored_weights import SOURCES
 from ray_ulysses.engine.text_part import auto_class
 from ray_ulysses.export.report import WeightType
 from ray_ulysses.storage.hub import hub_folder
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
 
 # The default token ids of a Transformers class belong to another tokenizer.
 _TOKEN_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id")

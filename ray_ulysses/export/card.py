@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ray_ulysses.checkpoint.manifest import Manifest
+from ray_ulysses.config import Config
 from ray_ulysses.data.plan.plan_files import load_plan_if_any
 from ray_ulysses.export.report import (
     ExportReport,
@@ -21,15 +24,9 @@ from ray_ulysses.run.settings import flat_settings
 from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.storage.hub import is_id
 from ray_ulysses.storage.location import expand_home
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import Evaluated
 from ray_ulysses.tracking.journal_reader import read_journal
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ray_ulysses.checkpoint.manifest import Manifest
-    from ray_ulysses.config import Config
-    from ray_ulysses.storage.place import Place
 
 CARD_FILE = "README.md"
 _LICENSE = re.compile(r"^[a-z0-9][a-z0-9.\-]{0,63}$")

@@ -13,13 +13,14 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from ray_ulysses.attention.batch import shard_batch, unshard
 from ray_ulysses.attention.ulysses import apply_ulysses
+from ray_ulysses.config import Config
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.engine.heads import document_logits
@@ -36,9 +37,6 @@ from ray_ulysses.inspect.run_data import DATA_ERRORS, planned_data, unreadable_p
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.storage.hub import hub_refusal
 from ray_ulysses.storage.place import Place
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
 
 BOUND = 1e-5
 """Maximum logit difference in fp32, relative to the largest logit (law 1)."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ray_ulysses.checkpoint.state import StateDescription
+from ray_ulysses.config import Config
 from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.engine.stored_weights import INDEX_FILE, UNREADABLE, FileTensor, file_tensors, model_without_data
 from ray_ulysses.engine.text_part import keep_text_part
@@ -17,10 +19,6 @@ from ray_ulysses.export.directory import RECORD_FILE
 from ray_ulysses.export.files import CopiedFile
 from ray_ulysses.export.report import ExportRequest, WeightType
 from ray_ulysses.export.tensors import PublishedTensor, Stored, published_tensors, reverted_name, stored_tensors
-
-if TYPE_CHECKING:
-    from ray_ulysses.checkpoint.state import StateDescription
-    from ray_ulysses.config import Config
 
 _TYPES: Mapping[str, WeightType] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 # Weights in formats that Transformers does not read would still contain the untrained decoder.

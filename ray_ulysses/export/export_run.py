@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.clock import SystemClock
+from ray_ulysses.config import Config
 from ray_ulysses.config.job_paths import refuse_relative_in_job
 from ray_ulysses.engine.model_config import source_format
 from ray_ulysses.engine.plugins import load_plugins
@@ -46,12 +47,8 @@ from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run.settings import config_of_checkpoint
 from ray_ulysses.run.start_point import find_checkpoint
 from ray_ulysses.run_names import EXPORT_FOLDER, manifest_key, step_folder
-from ray_ulysses.storage import LocalStore
+from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.storage.place import Place, node_folder
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
-    from ray_ulysses.storage import Store
 
 _UNCHANGED = "the multimodal checkpoint's own"
 _Log = Callable[[str], None]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.state import TensorPart, TensorSpec, dtype_name
+from ray_ulysses.config import Config
 from ray_ulysses.engine.base_fingerprint import model_fingerprint
 from ray_ulysses.engine.model import adapted_meta_model, build_model, torch_dtype
 from ray_ulysses.engine.quantized_base import Quantized
@@ -18,9 +19,6 @@ from ray_ulysses.engine.zero_state import FROZEN, named_tensors
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.stream import WeightReader
 from ray_ulysses.storage import Store
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
 
 
 def with_base(config: Config, manifest: Manifest) -> Manifest:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,14 +14,12 @@ from ray_ulysses.checkpoint.errors import CheckpointError, DamagedCheckpointErro
 from ray_ulysses.checkpoint.load import load_parts
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.state import TensorPart
+from ray_ulysses.config import Config
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import RunError
 from ray_ulysses.export.tensors import LowRank, PublishedTensor, Stored
 from ray_ulysses.run_names import manifest_key, step_folder
 from ray_ulysses.storage import Store
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
 
 PART_BYTES = 8 * 2**20
 """Maximum stored bytes of a tensor to read at once."""

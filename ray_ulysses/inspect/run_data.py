@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.config import Config
@@ -20,14 +20,10 @@ from ray_ulysses.run.checkpoint_store import stored_checkpoints
 from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run.start_point import commits_that_count, decide_start
 from ray_ulysses.run_names import CONFIG_FILE, DIAGNOSTICS_FOLDER, PLAN_FOLDER
-from ray_ulysses.storage import current_owner
+from ray_ulysses.storage import Store, current_owner
 from ray_ulysses.storage.place import Place, UnnamedServerError, is_file, open_store, refuse_server
-from ray_ulysses.tracking.history import build_history, read_history
+from ray_ulysses.tracking.history import RunHistory, build_history, read_history
 from ray_ulysses.tracking.journal_reader import Journal, read_journal
-
-if TYPE_CHECKING:
-    from ray_ulysses.storage import Store
-    from ray_ulysses.tracking.history import RunHistory
 
 _log = get_logger(__name__)
 

@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ray_ulysses.checkpoint import CheckpointMeta, CheckpointRef
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
 from ray_ulysses.checkpoint.retention import KeepRules
+from ray_ulysses.config import Config
 from ray_ulysses.config.reference_to_checkpoint import RunReference, parse_reference
 from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.errors import RunError
 from ray_ulysses.run_names import CONFIG_FILE
+from ray_ulysses.storage import Store
 from ray_ulysses.storage.claim import Claim
 from ray_ulysses.storage.location import RETRY_S, ObjectLocation, parse_location
 from ray_ulysses.storage.place import TRUST_RUN, Place, open_store, place_of, refuse_server
-
-if TYPE_CHECKING:
-    from ray_ulysses.checkpoint import CheckpointMeta, CheckpointRef
-    from ray_ulysses.config import Config
-    from ray_ulysses.storage import Store
 
 
 def checkpoint_location(config: Config, run_dir: Place | None = None) -> str:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from ray_ulysses.config import Config
 from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.data.corpus.corpus import Corpus, corpus_exists
 from ray_ulysses.data.corpus.format import ordered_classes
 from ray_ulysses.engine.model_config import objective_of, stored_config
 from ray_ulysses.errors import Problem, UserError
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
 
 
 def with_classes(config: Config, stored: Config | None) -> Config:

@@ -14,9 +14,9 @@ from ray_ulysses.run.early_stopping import early_stop
 from ray_ulysses.run.start_point import committed_step
 from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage.place import Place
-from ray_ulysses.tracking.events import AttemptStarted, CommandEvent, RunFailed
+from ray_ulysses.tracking.events import AttemptStarted, CommandEvent, EndEvent, RunFailed
 from ray_ulysses.tracking.failures import failure_fields, record_failure
-from ray_ulysses.tracking.history import finished_step, read_history
+from ray_ulysses.tracking.history import RunHistory, finished_step, read_history
 from ray_ulysses.tracking.journal import open_journal
 from ray_ulysses.tracking.journal_files import attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_entries, read_journal
@@ -24,8 +24,6 @@ from ray_ulysses.tracking.journal_reader import read_entries, read_journal
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.run.preflight import PreparedRun
-    from ray_ulysses.tracking.events import EndEvent
-    from ray_ulysses.tracking.history import RunHistory
 
 _log = get_logger(__name__)
 _WRITER = "command"

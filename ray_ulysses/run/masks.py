@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ray_ulysses.data.read.masking import Masking, MaskReplacement, MaskUnit, masking_with
-from ray_ulysses.data.tokenize.tokenizers import load_unchanged
+from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo, load_unchanged
 from ray_ulysses.errors import UserError
 from ray_ulysses.run_names import MASKING_FILE
 from ray_ulysses.storage.place import Place, is_file, open_store
@@ -18,7 +18,6 @@ from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Number, Whole, adapter, re
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

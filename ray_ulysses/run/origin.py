@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pydantic_core import from_json
 
 from ray_ulysses.checkpoint import Manifest
 from ray_ulysses.checkpoint.choice import Damage, examine, is_committed
 from ray_ulysses.checkpoint.retention import Committed, best_of, nameable, unreadable
+from ray_ulysses.config import Config
 from ray_ulysses.config.reference_to_checkpoint import SETTING, MlflowReference, Which, parse_reference
 from ray_ulysses.config.resume import resume_fingerprint, setting, settings_that_differ
-from ray_ulysses.data.plan.plan import Cursor
+from ray_ulysses.data.plan.plan import Cursor, Plan
 from ray_ulysses.errors import RunError, UserError, without_secret
 from ray_ulysses.run.checkpoint_store import named_by, storage_answers, stored_checkpoints
 from ray_ulysses.run.secrets_file import stored_config
@@ -22,10 +22,6 @@ from ray_ulysses.run_names import CONFIG_FILE, ORIGIN_FILE
 from ray_ulysses.storage.location import sqlite_path
 from ray_ulysses.storage.place import is_file, open_store, place_of, refuse_server
 from ray_ulysses.tracking.mlflow_models import MlflowRuns, TrackedCheckpoint, best_tracked, usable
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
-    from ray_ulysses.data.plan.plan import Plan
 
 _MOST_CANDIDATES = 10
 _WAY_OUT = f"name the store itself in {SETTING}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from ray_ulysses.checkpoint import newest_committed
+from ray_ulysses.checkpoint import Manifest, newest_committed
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import storage_answers
@@ -28,7 +28,6 @@ from ray_ulysses.tracking.steps import StepGroup
 from ray_ulysses.validation import ContentError, read_json
 
 if TYPE_CHECKING:
-    from ray_ulysses.checkpoint import Manifest
     from ray_ulysses.config import Config
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.storage import Store

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from ray_ulysses.config.resume import stage_conflicts
 from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.plan.corpus_set import open_sources, open_validation, plan_input
+from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, open_validation, plan_input
 from ray_ulysses.data.plan.plan_files import load_plan, num_segments, write_segment
-from ray_ulysses.data.plan.stages import num_made, plan_rest, plan_stages
+from ray_ulysses.data.plan.stages import NewSegment, StagePlan, num_made, plan_rest, plan_stages
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.stages import stage_plans
@@ -27,9 +27,7 @@ from ray_ulysses.tracking.journal_reader import read_entries
 if TYPE_CHECKING:
     from ray_ulysses.clock import Clock
     from ray_ulysses.config import Config
-    from ray_ulysses.data.plan.corpus_set import CorpusSet
     from ray_ulysses.data.plan.plan import Plan
-    from ray_ulysses.data.plan.stages import NewSegment, StagePlan
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.run.stored_run import StoredRun
 

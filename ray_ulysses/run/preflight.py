@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from ray_ulysses.checkpoint.choice import any_is_committed
 from ray_ulysses.config import Config
@@ -23,6 +23,7 @@ from ray_ulysses.data.plan.plan_files import load_plan_if_any, num_segments
 from ray_ulysses.data.plan.planning import Remainder, build_segment
 from ray_ulysses.data.plan.segment import Overlong
 from ray_ulysses.data.plan.stages import NewSegment
+from ray_ulysses.data.read.masking import Masking
 from ray_ulysses.data.tokenize.tokenizers import files_fingerprint, load_tokenizer, tokenizer_folder
 from ray_ulysses.engine.model import check_adapter_start, check_architecture, differs_from_stored
 from ray_ulysses.engine.model_config import (
@@ -59,9 +60,6 @@ from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import finished_step
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.mlflow_client import HTTPS, plain_http_problem
-
-if TYPE_CHECKING:
-    from ray_ulysses.data.read.masking import Masking
 
 _log = get_logger(__name__)
 

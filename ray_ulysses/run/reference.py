@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from ray_ulysses.config import Config
+from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.reference import Reference, has_reference, stored_references
 from ray_ulysses.engine.model_digest import model_digest
 from ray_ulysses.errors import Problem
 from ray_ulysses.run_names import REFERENCE_FILE
 from ray_ulysses.storage.place import Place, is_file, open_store
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
-    from ray_ulysses.data.corpus.corpus import Corpus
 
 
 def reference_digest(config: Config, *, has_begun: bool) -> str | None:

@@ -13,17 +13,14 @@ import socket
 import stat
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ray_ulysses.config import Config
 from ray_ulysses.config.credentials import CREDENTIALS, steers_programs
 from ray_ulysses.config.loading import load_config
 from ray_ulysses.errors import Problem, UserError
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage.place import Place
 from ray_ulysses.storage.regular import open_regular
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
 
 SETTING = "cluster.secrets_file"
 _MOST_BYTES = 2**16

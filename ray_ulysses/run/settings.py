@@ -15,7 +15,7 @@ from ray_ulysses.config.stages import stage_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.model_shape import HYBRID_LAYER_TYPES, ModelShape
-from ray_ulysses.parallel.layout import largest_node_group
+from ray_ulysses.parallel.layout import ParallelLayout, largest_node_group
 from ray_ulysses.planner.settings import run_layout, secondary_size
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.run_names import CONFIG_FILE
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.engine.zero import ZeroSettings
-    from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.storage import Store
 
 _log = get_logger(__name__)

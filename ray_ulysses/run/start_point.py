@@ -10,15 +10,15 @@ import contextlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from ray_ulysses.checkpoint import CheckpointError, Choice, Damage, newest_committed
+from ray_ulysses.checkpoint import CheckpointError, Choice, Damage, Manifest, newest_committed
 from ray_ulysses.checkpoint.choice import any_is_committed, committed_steps, examine, read_committed
-from ray_ulysses.checkpoint.fence import read_lineage
+from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.retention import nameable, unreadable
-from ray_ulysses.checkpoint.state import begun_anew
-from ray_ulysses.config.reference_to_checkpoint import SETTING
+from ray_ulysses.checkpoint.state import StateDescription, begun_anew
+from ray_ulysses.config.reference_to_checkpoint import SETTING, Which
 from ray_ulysses.config.resume import resume_fingerprint, settings_that_differ
 from ray_ulysses.config.stages import stage_config
-from ray_ulysses.data.plan.plan import Cursor
+from ray_ulysses.data.plan.plan import Cursor, Plan
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import storage_answers, stored_checkpoints
@@ -32,12 +32,7 @@ from ray_ulysses.tracking.steps import Entry
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from ray_ulysses.checkpoint import Manifest
-    from ray_ulysses.checkpoint.fence import Lineage
-    from ray_ulysses.checkpoint.state import StateDescription
     from ray_ulysses.config import Config
-    from ray_ulysses.config.reference_to_checkpoint import Which
-    from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.storage import Store
     from ray_ulysses.storage.retry import RetryPolicy

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
 
+from ray_ulysses.config import Config
 from ray_ulysses.run.checkpoint_store import checkpoint_store, is_apart
 from ray_ulysses.run_names import REFUSAL_FOLDER
+from ray_ulysses.storage import Store
 from ray_ulysses.storage.claim import other_holder
 from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.storage.store import AlreadyExistsError
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
-    from ray_ulysses.storage import Store
 
 # Callers poll repeatedly, and an unreachable object store must not block the command.
 _RETRY_S = 5.0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ray_ulysses.config import Config
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.run.checkpoint_store import checkpoint_location
 from ray_ulysses.run.ownership import run_identity
@@ -17,11 +18,6 @@ from ray_ulysses.tracking.tail import JournalSource, ReadUpdates, Sink, Tail, fo
 from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
 from ray_ulysses.tracking.updates import Translation
 from ray_ulysses.tracking.wandb_sink import WandbSink
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ray_ulysses.config import Config
 
 _POLL_S = 1.0
 _POLL_STORE_S = 3.0
