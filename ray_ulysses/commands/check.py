@@ -157,14 +157,13 @@ def starting_from(config: Config) -> Config:
         RunError: MLflow does not respond.
     """
     from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
+    from ray_ulysses.config.schema import with_settings
     from ray_ulysses.run.origin import find_origin
 
     reference = config.model.resume_from
     if reference is None or not isinstance(parse_reference(reference), MlflowReference):
         return config
-    return config.model_copy(
-        update={"model": config.model.model_copy(update={"resume_from": str(find_origin(config))})}
-    )
+    return with_settings(config, {"model.resume_from": str(find_origin(config))})
 
 
 def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:

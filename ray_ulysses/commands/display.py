@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -95,11 +94,9 @@ class PrepareView(Display):
             self._live = start_live(Text(), self._console, transient=True)
         return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop the display and remove the live line before the result is printed."""
-        super().__exit__(kind, error, trace)
+        super().__exit__()
         if self._live is not None:
             self._live.stop()
 

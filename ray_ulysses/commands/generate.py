@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,9 +14,6 @@ from ray_ulysses.commands.options import AsJson, Quiet, TrustRun, parse_step
 from ray_ulysses.commands.output import Waiting, put
 from ray_ulysses.errors import UserError
 from ray_ulysses.report.words import as_text
-
-if TYPE_CHECKING:
-    from ray_ulysses.evaluation.generate import Generation
 
 EXAMPLE = "Example: ray-ulysses generate runs/llama-tiny --prompt 'Once upon a time' --max-new-tokens 64"
 
@@ -48,6 +45,8 @@ def generate(
 
     If the tokenizer has a chat template, the prompt is a user's message and the model answers it.
     """
+    options = dict(locals())
+    del options["as_json"], options["quiet"], options["prompt"]
     from ray_ulysses.evaluation.report import names_run
     from ray_ulysses.storage.place import place_of
 
@@ -55,39 +54,21 @@ def generate(
     is_run = names_run(place)
     if not is_run and step != "latest":
         raise UserError(f"--step={step}: needs a run, but {model} is a model directory; omit --step")
-    which = parse_step(step)
+    options |= {"model": place, "is_run": is_run, "step": parse_step(step)}
     if not 0 < top_p <= 1:
         raise UserError(f"--top-p={top_p}: must be above 0 and at most 1")
     if top_p < 1 and temperature == 0:
         raise UserError(f"--top-p={top_p}: has no effect with --temperature 0; set --temperature, such as 0.7")
-    prompts = tuple(prompt or [sys.stdin.read().removesuffix("\n")])
-    if not all(prompts):
+    options["prompts"] = tuple(prompt or [sys.stdin.read().removesuffix("\n")])
+    if not all(options["prompts"]):
         raise UserError("--prompt: is empty; write a prompt, or pipe one to standard input")
     with Waiting("loading libraries", is_quiet=quiet) as wait:
         from ray_ulysses.evaluation.generate import GenerateRequest
         from ray_ulysses.evaluation.generate import generate as generate_texts
 
         wait.phase("generating")
-        request = GenerateRequest(
-            model=place,
-            is_run=is_run,
-            prompts=prompts,
-            step=which,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            raw=raw,
-            trust_run=trust_run,
-        )
-        done = generate_texts(request, wait.say)
-    put(json.dumps(asdict(done), indent=2) if as_json else render_generation(done))
-
-
-def render_generation(done: Generation) -> str:
-    """Return the text that ``ray-ulysses generate`` prints: the continuations, below their prompts if several."""
+        done = generate_texts(GenerateRequest(**options), wait.say)
+    text = as_text(line for one in done.outputs for line in (f"> {one.prompt}", one.text, ""))
     if len(done.outputs) == 1:
-        return done.outputs[0].text
-    return as_text(line for one in done.outputs for line in (f"> {one.prompt}", one.text, ""))
+        text = done.outputs[0].text
+    put(json.dumps(asdict(done), indent=2) if as_json else text)

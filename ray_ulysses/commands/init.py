@@ -61,7 +61,13 @@ def init(
     if files:
         if data is not None:
             raise UserError(f"--data={data!r}: applies to a new configuration; omit it with --from")
-        _convert(files, {"--model": model, "--context": context, "--gpus": gpus}, out)
+        from ray_ulysses.migration.write import convert
+
+        given: dict[str, str | int | None] = {"--model": model, "--context": context, "--gpus": gpus}
+        text = convert(files, {name: value for name, value in given.items() if value is not None})
+        _write(out, text)
+        edits = sum("# edit" in line for line in text.splitlines())
+        put_line(f"{out}: edit the {edits} lines that are marked with `edit`, then: ray-ulysses plan {out}")
         return
     if model is None or context is None or gpus is None:
         raise UserError("--model, --context and --gpus: must be given, or --from FILE to convert another tool's file")
@@ -90,15 +96,6 @@ def init(
     layout = f"{first.config.parallel.sp_size} of {gpus} GPUs share a row, {gib:.1f} GiB per GPU"
     layout = layout if gpus else f"one worker on the CPU, {gib:.1f} GiB"
     put_line(f"{out}: {layout}; edit what is marked with `edit`, then: ray-ulysses plan {out}")
-
-
-def _convert(files: list[Path], given: dict[str, str | int | None], out: Path) -> None:
-    from ray_ulysses.migration.write import convert
-
-    text = convert(files, {name: value for name, value in given.items() if value is not None})
-    _write(out, text)
-    edits = sum("# edit" in line for line in text.splitlines())
-    put_line(f"{out}: edit the {edits} lines that are marked with `edit`, then: ray-ulysses plan {out}")
 
 
 def _write(out: Path, text: str) -> None:

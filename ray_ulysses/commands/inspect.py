@@ -288,11 +288,15 @@ def _totals(history: RunHistory) -> list[tuple[str, str]]:
 
 
 def _time(spent: TimeSpent) -> list[str]:
-    rows = time_rows(spent)
-    if not rows:
+    total = spent.total_s
+    if total <= 0:
         return []
-    pause = pause_in_words(spent)
-    notes = [*divisions_in_words(spent), *([] if pause is None else [pause])]
+    rows = [(f"{seconds:.1f}s", percent(seconds / total), name) for name, seconds in _parts(spent)]
+    rows.append((f"{total:.1f}s", percent(1.0), "total of all commands"))
+    divided = {"start-up and waiting": spent.starts, "recovery": spent.recovery}
+    notes = [f"{name}: {division}" for name, time in divided.items() if (division := _division(time))]
+    if spent.between_commands_s > 0:
+        notes.append(f"not counted: {duration(spent.between_commands_s)} between commands, when nothing ran")
     return ["", "time", *table(("seconds", "share", "spent on"), rows), *(f"  {note}" for note in notes)]
 
 
@@ -307,32 +311,10 @@ def goodput_in_words(spent: TimeSpent) -> str:
     return f"{percent(spent.goodput)} of {duration(spent.total_s)}: {', '.join(shown)}"
 
 
-def time_rows(spent: TimeSpent) -> list[tuple[str, str, str]]:
-    """Return a table row for each part of the time, with its seconds and share, and a row for the total."""
-    total = spent.total_s
-    if total <= 0:
-        return []
-    rows = [(f"{seconds:.1f}s", percent(seconds / total), name) for name, seconds in _parts(spent)]
-    return [*rows, (f"{total:.1f}s", percent(1.0), "total of all commands")]
-
-
-def divisions_in_words(spent: TimeSpent) -> list[str]:
-    """Return a line for each of the start-up and recovery times whose parts are known."""
-    divided = {"start-up and waiting": spent.starts, "recovery": spent.recovery}
-    return [f"{name}: {division}" for name, time in divided.items() if (division := _division(time))]
-
-
 def _division(time: StartTime) -> str:
     """Return the known parts of a start-up or recovery time, in seconds, as text."""
     shown = {name: getattr(time, field) for field, name in _PARTS_OF_A_START.items() if getattr(time, field) >= 0.05}
     return "" if set(shown) <= {"unknown"} else ", ".join(f"{name} {seconds:.1f}s" for name, seconds in shown.items())
-
-
-def pause_in_words(spent: TimeSpent) -> str | None:
-    """Return the line about time between commands, if there was any."""
-    if spent.between_commands_s <= 0:
-        return None
-    return f"not counted: {duration(spent.between_commands_s)} between commands, when nothing ran"
 
 
 def _parts(spent: TimeSpent) -> list[tuple[str, float]]:

@@ -13,7 +13,6 @@ import shutil
 import sys
 import threading
 from contextlib import suppress
-from types import TracebackType
 from typing import Literal, Self, TextIO, cast
 
 from ray_ulysses.clock import Clock, SystemClock
@@ -183,9 +182,7 @@ class Display:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop the thread."""
         self._stop.set()
         if self._thread.is_alive():
@@ -230,11 +227,9 @@ class Waiting(Display):
             return self
         return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop, and clear the terminal's line before the result is printed."""
-        super().__exit__(kind, error, trace)
+        super().__exit__()
         if self._is_quiet:
             get_logger("ray_ulysses").setLevel(logging.INFO)
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from statistics import fmean
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -230,11 +229,9 @@ class ProgressView(Display):
             self._live = start_live(self._panel(), self.console, transient=False)
         return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Show the remaining events and stop."""
-        super().__exit__(kind, error, trace)
+        super().__exit__()
         with self._lock:
             self._state = replace(self._state, phase=None)
         self.look()

@@ -390,6 +390,7 @@ def _rehearse(
 ) -> RehearsalReport:
     from ray_ulysses.cluster.rehearsal import rehearse, train_unbroken
     from ray_ulysses.config.loading import parse_config
+    from ray_ulysses.config.schema import with_settings
     from ray_ulysses.rehearsal.check import TOLERANCES, report_rehearsal
     from ray_ulysses.tracking.history import read_history
 
@@ -421,9 +422,7 @@ def _rehearse(
         while local is not None and len(local.nodes) < (request.nodes or 0):
             local.add_node()
         say(f"training {steps} steps of the same run without faults, to compare the losses")
-        beside = config.model_copy(
-            update={"run": config.run.model_copy(update={"name": f"{config.run.name}-unbroken", "stop_step": steps})}
-        )
+        beside = with_settings(config, {"run.name": f"{config.run.name}-unbroken", "run.stop_step": steps})
         try:
             train_unbroken(beside, folder, steps, say)
             unbroken = beside.run_dir

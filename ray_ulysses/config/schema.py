@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -149,6 +149,16 @@ def section_models() -> dict[str, type[Section]]:
 def value_of(config: Config, path: str) -> Any:
     """Return the setting at a dotted path."""
     return attrgetter(path)(config)
+
+
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return a configuration with changed settings, by dotted path, without validation."""
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in settings.items():
+        section, _, name = path.partition(".")
+        sections.setdefault(section, {})[name] = value
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changed)
 
 
 def problem_of(config: Config, path: str, rule: str, hint: str) -> Problem:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from ray_ulysses.config.learning import StageSection
 from ray_ulysses.config.model import RopeSection
-from ray_ulysses.config.schema import Config, problem_of
+from ray_ulysses.config.schema import Config, problem_of, with_settings
 from ray_ulysses.errors import Problem
 
 # The run's setting that each stage setting replaces.
@@ -29,20 +28,14 @@ def stage_config(config: Config, number: int) -> Config:
     if not config.stages:
         return config
     stage = config.stages[number]
-    changes: dict[str, dict[str, Any]] = {}
-    for name, place in _PLACES.items():
-        if (value := getattr(stage, name)) is not None:
-            section, _, setting = place.partition(".")
-            changes.setdefault(section, {})[setting] = value
+    changes = {place: value for name, place in _PLACES.items() if (value := getattr(stage, name)) is not None}
     if stage.path is not None or stage.sources is not None:
-        changes.setdefault("data", {}).update(path=stage.path, sources=stage.sources)
+        changes |= {"data.path": stage.path, "data.sources": stage.sources}
     if stage.sp_size not in (None, config.parallel.sp_size):
         # ring_size was chosen for the run's sp_size, so the stage chooses its own.
-        changes["parallel"]["ring_size"] = None
-    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
-    if stage.schedule is not None:
-        sections["schedule"] = stage.schedule
-    return config.model_copy(update={**sections, "stages": ()})
+        changes["parallel.ring_size"] = None
+    schedule = {} if stage.schedule is None else {"schedule": stage.schedule}
+    return with_settings(config, changes).model_copy(update={**schedule, "stages": ()})
 
 
 def stage_configs(config: Config) -> Iterator[Config]:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from ray_ulysses.attention.batch import shard_batch, unshard
 from ray_ulysses.attention.ulysses import apply_ulysses
 from ray_ulysses.config import Config
+from ray_ulysses.config.schema import with_settings
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.engine.heads import document_logits
@@ -220,7 +221,7 @@ def _with_adapter(folder: Path, config: Config) -> Any:
                     path, config=hf_config, dtype=torch.float32, local_files_only=is_cached
                 )
                 if stored_quantization(path) is None
-                else build_model(_base_of(config))
+                else build_model(with_settings(config, {"model.adapter": None, "model.base_dtype": "bf16"}))
             )
             # Round the base weights as in training, but neither buffers nor adapter weights.
             for parameter in base.parameters():
@@ -236,11 +237,6 @@ def _with_adapter(folder: Path, config: Config) -> Any:
             return PeftModel.from_pretrained(base, folder)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise _not_loaded("PeftModel.from_pretrained", error) from error
-
-
-def _base_of(config: Config) -> Config:
-    model = config.model.model_copy(update={"adapter": None, "base_dtype": "bf16"})
-    return config.model_copy(update={"model": model})
 
 
 def _not_loaded(loader: str, error: Exception) -> RunError:

@@ -17,7 +17,7 @@ from ray_ulysses.engine.model import adapted_meta_model, build_model, torch_dtyp
 from ray_ulysses.engine.quantized_base import Quantized
 from ray_ulysses.engine.zero_state import FROZEN, named_tensors
 from ray_ulysses.errors import UserError
-from ray_ulysses.export.stream import WeightReader
+from ray_ulysses.export.stream import WeightReader, as_stored
 from ray_ulysses.storage import Store
 
 
@@ -59,16 +59,11 @@ class _QuantizedReader(WeightReader):
 
     @cached_property
     def _base(self) -> Any:
-        model, memory = self._config.model, self._config.memory
-        assert model.adapter is not None
-        # The checkpoint has all values of the adapter, and gradients are not computed.
-        model = model.model_copy(update={"adapter": model.adapter.model_copy(update={"from_": None})})
-        memory = memory.model_copy(update={"gradient_checkpointing": False})
-        base = build_model(self._config.model_copy(update={"model": model, "memory": memory}))
+        base = build_model(as_stored(self._config))
         if model_fingerprint(base) != self._manifest.state.base_fingerprint:
             raise UserError(
-                f"model.path={str(model.path)!r}: the base model differs from the model with which the checkpoint was "
-                "trained (its quantized weights have another fingerprint); restore the original files"
+                f"model.path={str(self._config.model.path)!r}: the base model differs from the model with which the "
+                "checkpoint was trained (its quantized weights have another fingerprint); restore the original files"
             )
         return base
 

@@ -15,6 +15,7 @@ from ray_ulysses.checkpoint.load import load_parts
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.state import TensorPart
 from ray_ulysses.config import Config
+from ray_ulysses.config.schema import with_settings
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import RunError
 from ray_ulysses.export.tensors import LowRank, PublishedTensor, Stored
@@ -232,20 +233,18 @@ def live_model(
 
     with no_init_weights():
         # Skip initialization and the base weights, because the checkpoint overwrites every weight.
-        model: Any = build_model(_filled_config(config, model_config, dtype))
+        filled = {"model.init": "random", "model.config": dict(model_config), "model.dtype": dtype}
+        model: Any = build_model(with_settings(as_stored(config), {**filled, "model.base_dtype": "bf16"}))
     # Transformers 5.23 ties weights during initialization, which is skipped here.
     model.tie_weights()
     return model, _fill(model, stored, weights)
 
 
-def _filled_config(config: Config, model_config: Mapping[str, Any], dtype: str) -> Config:
-    model = config.model.model_copy(
-        update={"init": "random", "config": dict(model_config), "dtype": dtype, "base_dtype": "bf16"}
-    )
-    if model.adapter is not None:
-        model = model.model_copy(update={"adapter": model.adapter.model_copy(update={"from_": None})})
-    memory = config.memory.model_copy(update={"gradient_checkpointing": False})
-    return config.model_copy(update={"model": model, "memory": memory})
+def as_stored(config: Config) -> Config:
+    """Return a configuration that builds a model whose adapter a checkpoint has, to compute no gradients."""
+    adapter = config.model.adapter
+    adapter = None if adapter is None else adapter.model_copy(update={"from_": None})
+    return with_settings(config, {"model.adapter": adapter, "memory.gradient_checkpointing": False})
 
 
 def _fill(model: Any, stored: Mapping[str, Stored], weights: WeightReader) -> list[str]:

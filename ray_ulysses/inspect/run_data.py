@@ -9,6 +9,7 @@ from typing import Any
 
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.config import Config
+from ray_ulysses.config.schema import with_settings
 from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.data.corpus.corpus import Corpus, corpus_exists
 from ray_ulysses.data.plan.corpus_set import PlannedSource
@@ -173,7 +174,7 @@ def with_planned_context(config: Config, run_dir: Place, step: int) -> Config:
     if plan is None or not 1 <= step <= plan.num_steps:
         return config
     context = plan.segments[plan.segment_of_step(step)].settings.context_tokens
-    return config.model_copy(update={"data": config.data.model_copy(update={"context_tokens": context})})
+    return with_settings(config, {"data.context_tokens": context})
 
 
 def unreadable_plan(error: Exception) -> UserError:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ray_ulysses.config import Config
+from ray_ulysses.config.schema import with_settings
 from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.planner.memory import MemoryEstimate, run_memory
-from ray_ulysses.planner.search import Settings, chosen_settings, fits_with, layouts, with_settings
+from ray_ulysses.planner.search import Settings, chosen_settings, fits_with, layouts
 from ray_ulysses.planner.settings import run_layout
 from ray_ulysses.planner.throughput import StepTime, configured_time, full_rows, seconds_text
 

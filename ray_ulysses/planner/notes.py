@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ray_ulysses.config import Config
+from ray_ulysses.config.schema import with_settings
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.packing import NUM_OPEN_ROWS, WIDE_OPEN_ROWS
 from ray_ulysses.data.plan.segment import PlanSettings, Segment
@@ -16,7 +17,6 @@ from ray_ulysses.model_shape import BALANCING_BIASES, UNCOUNTED_ROUTERS, ModelSh
 from ray_ulysses.planner.experts import ExpertTraffic
 from ray_ulysses.planner.layouts import compare_layouts
 from ray_ulysses.planner.memory_terms import GIB
-from ray_ulysses.planner.search import with_settings
 from ray_ulysses.planner.settings import secondary_size
 from ray_ulysses.planner.stages import Stage
 

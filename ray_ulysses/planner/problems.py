@@ -12,7 +12,7 @@ from typing import Literal
 from ray_ulysses.config import Config
 from ray_ulysses.config.rules import ring_problems
 from ray_ulysses.config.running import WorkerLimits
-from ray_ulysses.config.schema import problem_of
+from ray_ulysses.config.schema import problem_of, with_settings
 from ray_ulysses.config.stages import in_stage, stage_config, stage_configs
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.errors import Problem
@@ -28,7 +28,6 @@ from ray_ulysses.planner.search import (
     leanest,
     longest_context,
     nearest,
-    with_settings,
 )
 from ray_ulysses.planner.settings import allowed_sp, pad_multiple
 

@@ -18,7 +18,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.config.resume import setting
 from ray_ulysses.config.rules import broken_rules
 from ray_ulysses.config.running import MOST_WORKERS, WorkerLimits
-from ray_ulysses.config.schema import value_of
+from ray_ulysses.config.schema import value_of, with_settings
 from ray_ulysses.config.stages import stage_configs
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import automatic_ring_size
@@ -162,16 +162,6 @@ class FirstConfig:
     """Predicted time of a step with one document per row, or None if there is no prediction for the device."""
     trained_positions: int | None
     """Number of positions that the model was trained on, or None for a model without rotary embeddings."""
-
-
-def with_settings(config: Config, settings: Settings) -> Config:
-    """Return a configuration with changed settings, without validation."""
-    sections: dict[str, dict[str, Any]] = {}
-    for path, value in settings.items():
-        section, _, name = path.partition(".")
-        sections.setdefault(section, {})[name] = value
-    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    return config.model_copy(update=changed)
 
 
 def nearest(config: Config, shape: ModelShape) -> Found | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ray_ulysses.config import Config
+from ray_ulysses.config.schema import with_settings
 from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.data.corpus.corpus import Corpus, corpus_exists
 from ray_ulysses.data.corpus.format import ordered_classes
@@ -34,7 +35,7 @@ def with_classes(config: Config, stored: Config | None) -> Config:
         classes = ordered_classes(name for corpus in there for name in corpus.info.classes)
         head = head_classes(config)
         classes = head if {*classes} <= {*head} else classes
-    return config.model_copy(update={"objective": config.objective.model_copy(update={"classes": classes})})
+    return with_settings(config, {"objective.classes": classes})
 
 
 def head_classes(config: Config) -> tuple[str, ...]:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from ray_ulysses.config import Config
+from ray_ulysses.config.schema import with_settings
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.layouts import compare_layouts
 from ray_ulysses.planner.memory import configured_memory, fits
 from ray_ulysses.planner.notes import plan_notes
-from ray_ulysses.planner.search import chosen_settings, leaner, with_settings
+from ray_ulysses.planner.search import chosen_settings, leaner
 from ray_ulysses.planner.settings import fits_rows, plan_settings, run_layout
 from tests.unit.planner.runs import LLAMA_3_8B, make_config
 

@@ -10,6 +10,7 @@ import pytest
 
 from ray_ulysses.config import Config, parse_config
 from ray_ulysses.config.rules import broken_rules
+from ray_ulysses.config.schema import with_settings
 from ray_ulysses.config.stages import stage_config, stage_configs
 from ray_ulysses.planner import memory as planned_memory
 from ray_ulysses.planner.memory import MemoryEstimate, configured_memory, fits, run_memory
@@ -24,7 +25,6 @@ from ray_ulysses.planner.search import (
     nearest,
     product,
     reasons,
-    with_settings,
 )
 from ray_ulysses.planner.settings import pad_multiple
 from ray_ulysses.planner.throughput import configured_time, full_rows
