@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -18,14 +18,11 @@ from ray_ulysses.evaluation.model_source import ModelSource, find_model
 from ray_ulysses.evaluation.needles import Haystack, needle_rows, retrieval_cells
 from ray_ulysses.evaluation.report import (
     KINDS,
-    ContextGain,
     EvaluationReport,
     EvaluationRequest,
-    PairPreference,
-    PositionLoss,
     RetrievalCell,
 )
-from ray_ulysses.evaluation.scoring import Passage, PassageScores, Score, score_passages
+from ray_ulysses.evaluation.scoring import Score, score_passages
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.run.masks import read_masking
 from ray_ulysses.run.settings import versions
@@ -177,21 +174,29 @@ def evaluate(prepared: Prepared, mesh: SequenceMesh, device: torch.device, say: 
     """
     clock = SystemClock()
     started = clock.monotonic()
-    request, source = prepared.request, prepared.source
+    request, source, contexts = prepared.request, prepared.source, prepared.contexts
     say(f"loading {request.model}" + ("" if source.step is None else f", step {source.step:,}"))
     model = source.load(mesh, device)
+    row_tokens = max([*prepared.lengths, *(one + SPAN_TOKENS for one in contexts)])
+    score = partial(score_passages, model, mesh=mesh, row_tokens=row_tokens, device=device)
+    limits = {"longest": prepared.lengths[-1], "max_tokens": request.max_tokens, "seed": request.seed}
     preference = classes = by_position = gain = None
     cells: tuple[RetrievalCell, ...] = ()
     if source.classifies:
         say(f"classes of documents of {request.max_tokens:,} tokens")
-        classes = predict_classes(
-            prepared.held, model, source.config.objective.classes, mesh, device, longest=prepared.lengths[-1],
-            max_tokens=request.max_tokens, seed=request.seed,
-        )  # fmt: skip
+        classes = predict_classes(prepared.held, model, source.config.objective.classes, mesh, device, **limits)
     elif prepared.held.are_pairs:
-        preference = measure_pairs(prepared, model, mesh, device, say)
+        say(f"preferences in pairs of {request.max_tokens:,} tokens")
+        preference = pair_preference(prepared.held, score, **limits)
     else:
-        by_position, gain, cells = measure(prepared, model, mesh, device, say)
+        if "loss" in request.tasks:
+            say(f"loss over {request.max_tokens:,} tokens")
+            by_position = position_loss(prepared.held, score, **limits)
+        if contexts:
+            say(f"loss of the same tokens with {', '.join(f'{one:,}' for one in contexts)} tokens of context")
+            spans = 8 * request.cases
+            gain = context_gain(prepared.held, score, contexts=contexts, num_spans=spans, seed=request.seed)
+        cells = tuple(_retrieval(prepared, score, say))
     notes = list(prepared.notes)
     if classes is None and source.classifies:
         notes.append(f"classes: every document is longer than {prepared.lengths[-1]:,} tokens (--lengths)")
@@ -215,41 +220,6 @@ def evaluate(prepared: Prepared, mesh: SequenceMesh, device: torch.device, say: 
         preference=preference,
         classes=classes,
     )
-
-
-def measure_pairs(
-    prepared: Prepared, model: Callable[..., Any], mesh: SequenceMesh, device: torch.device, say: Say
-) -> PairPreference | None:
-    """Measure the preferences between the answers of pairs. All ranks of ``sp`` must call this function."""
-    request, longest = prepared.request, prepared.lengths[-1]
-    say(f"preferences in pairs of {request.max_tokens:,} tokens")
-
-    def score(passages: Iterator[Passage]) -> Iterator[PassageScores]:
-        return score_passages(model, passages, mesh, row_tokens=longest, device=device)
-
-    return pair_preference(prepared.held, score, longest=longest, max_tokens=request.max_tokens, seed=request.seed)
-
-
-def measure(
-    prepared: Prepared, model: Callable[..., Any], mesh: SequenceMesh, device: torch.device, say: Say
-) -> tuple[PositionLoss | None, ContextGain | None, tuple[RetrievalCell, ...]]:
-    """Measure the loss by position, the context gain and retrieval. All ranks of ``sp`` must call this function."""
-    request, held = prepared.request, prepared.held
-    row_tokens = max([*prepared.lengths, *(one + SPAN_TOKENS for one in prepared.contexts)])
-
-    def score(passages: Iterator[Passage]) -> Iterator[PassageScores]:
-        return score_passages(model, passages, mesh, row_tokens=row_tokens, device=device)
-
-    by_position, gain = None, None
-    if "loss" in request.tasks:
-        say(f"loss over {request.max_tokens:,} tokens")
-        by_position = position_loss(
-            held, score, longest=prepared.lengths[-1], max_tokens=request.max_tokens, seed=request.seed
-        )
-    if prepared.contexts:
-        say(f"loss of the same tokens with {', '.join(f'{one:,}' for one in prepared.contexts)} tokens of context")
-        gain = context_gain(held, score, contexts=prepared.contexts, num_spans=8 * request.cases, seed=request.seed)
-    return by_position, gain, tuple(_retrieval(prepared, score, say))
 
 
 def _retrieval(prepared: Prepared, score: Score, say: Say) -> Iterator[RetrievalCell]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,52 +86,34 @@ class Generation:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryNeeds:
-    """Memory that a generation needs, in bytes."""
+def refuse_unfit(host_free: int | None, gpu_free: int | None, *, weights: int, loaded: int, cache: int) -> None:
+    """Refuse a generation that does not fit into the memory. Unknown free memory is not checked.
 
-    parameters: int
-    """Number of parameters."""
-    item_bytes: int
-    """Size of a parameter."""
-    cache: int
-    """Size of the KV cache at the end of the longest text, at most."""
-    is_converted: bool
-    """Whether the weights are loaded from a checkpoint, which takes four bytes per parameter on the host."""
+    Args:
+        host_free: Free memory of this machine in bytes.
+        gpu_free: Free memory of the GPU in bytes, or None to generate on the CPU.
+        weights: Size of the weights on the device in bytes.
+        loaded: Size of the weights on the host while they are loaded.
+        cache: Size of the KV cache at the end of the longest text, at most.
 
-    @property
-    def weights(self) -> int:
-        """Size of the weights on the device."""
-        return self.parameters * self.item_bytes
-
-    def refuse_unfit(self, host_free: int | None, gpu_free: int | None) -> None:
-        """Refuse a generation that does not fit into the memory. Unknown free memory is not checked.
-
-        Args:
-            host_free: Free memory of this machine in bytes.
-            gpu_free: Free memory of the GPU in bytes, or None to generate on the CPU.
-
-        Raises:
-            UserError: The model or its KV cache does not fit.
-        """
-        way_out = (
-            "use a smaller --max-new-tokens or --dtype bf16, a machine with more memory, or export the model and serve "
-            "it on several GPUs with vLLM"
+    Raises:
+        UserError: The model or its KV cache does not fit.
+    """
+    way_out = (
+        "use a smaller --max-new-tokens or --dtype bf16, a machine with more memory, or export the model and serve it "
+        "on several GPUs with vLLM"
+    )
+    free, where = (host_free, "this machine") if gpu_free is None else (gpu_free, "the GPU")
+    if free is not None and weights + cache > free:
+        raise UserError(
+            f"generation does not fit into the memory of {where}: weights {_gib(weights)}, KV cache {_gib(cache)}, "
+            f"free {_gib(free)}; {way_out}"
         )
-        needed, free, where = self.weights + self.cache, gpu_free, "the GPU"
-        if gpu_free is None:
-            free, where = host_free, "this machine"
-        if free is not None and needed > free:
-            raise UserError(
-                f"generation does not fit into the memory of {where}: weights {_gib(self.weights)}, KV cache "
-                f"{_gib(self.cache)}, free {_gib(free)}; {way_out}"
-            )
-        loaded = self.parameters * 4 if self.is_converted else self.weights
-        if host_free is not None and loaded > host_free:
-            raise UserError(
-                f"loading does not fit into the memory of this machine: weights {_gib(loaded)} while loading, free "
-                f"{_gib(host_free)}; {way_out}"
-            )
+    if host_free is not None and loaded > host_free:
+        raise UserError(
+            f"loading does not fit into the memory of this machine: weights {_gib(loaded)} while loading, free "
+            f"{_gib(host_free)}; {way_out}"
+        )
 
 
 def _gib(num_bytes: int) -> str:
@@ -200,8 +182,15 @@ def generate(request: GenerateRequest, say: Callable[[str], None]) -> Generation
         say(f"note: texts above {most_trained:,} tokens exceed the positions the model was trained on")
     model = meta_model(hf_config, source.config.model.part)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    _needs(source, model, longest).refuse_unfit(
-        free_memory_bytes(), torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    added, item_bytes = find_trained_part(source.config), torch_dtype(source.dtype).itemsize
+    parameters = sum(one.numel() for one in model.parameters()) + (0 if added is None else added.added)
+    refuse_unfit(
+        free_memory_bytes(),
+        torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
+        weights=parameters * item_bytes,
+        # A checkpoint's weights are loaded in fp32.
+        loaded=parameters * (item_bytes if source.checkpoint is None else 4),
+        cache=cache_bytes(model.config.get_text_config(decoder=True), longest, item_bytes),
     )
     ends = _end_tokens(source, model, files)
     say(f"loading {request.model}" + ("" if source.step is None else f", step {source.step:,}"))
@@ -281,17 +270,6 @@ def _encode(tokenizer: Any, template: ChatTemplate | None, prompt: str) -> list[
     return tokens
 
 
-def _needs(source: ModelSource, model: Any, num_tokens: int) -> MemoryNeeds:
-    added = find_trained_part(source.config)
-    item_bytes = torch_dtype(source.dtype).itemsize
-    return MemoryNeeds(
-        parameters=sum(one.numel() for one in model.parameters()) + (0 if added is None else added.added),
-        item_bytes=item_bytes,
-        cache=cache_bytes(model.config.get_text_config(decoder=True), num_tokens, item_bytes),
-        is_converted=source.checkpoint is not None,
-    )
-
-
 def _end_tokens(source: ModelSource, model: Any, files: TokenizerFiles) -> list[int]:
     """Return the tokens that end a text: the same as in an export of the run, or those of the model directory."""
     config = source.config
@@ -325,16 +303,11 @@ def _continue(
     )
     torch.manual_seed(request.seed)
     tokens = torch.tensor([prompt], device=device)
-    with _exact_attention(len(prompt) + request.max_new_tokens):
+    exact = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH])
+    with nullcontext() if len(prompt) + request.max_new_tokens <= _MOST_EFFICIENT_TOKENS else exact:
         found = model.generate(tokens, attention_mask=torch.ones_like(tokens), logits_processor=[_refuse_not_finite])
     generated: list[int] = found[0, len(prompt) :].tolist()
     return generated
-
-
-def _exact_attention(num_tokens: int) -> AbstractContextManager[None]:
-    if num_tokens <= _MOST_EFFICIENT_TOKENS:
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH])
 
 
 def _refuse_not_finite(_tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -75,11 +75,8 @@ class AverageReader(WeightReader):
         self._manifests = manifests
 
     def _read(self, batch: Sequence[ElementRange], buffer: torch.Tensor) -> list[TensorPart]:
-        trained = [one.stored.key.startswith((_MASTER, _MODEL)) for one in batch]
-        others = iter(
-            super()._read([one for one, is_trained in zip(batch, trained, strict=True) if not is_trained], buffer)
-        )
-        return [self._mean(one) if is_trained else next(others) for one, is_trained in zip(batch, trained, strict=True)]
+        others = iter(super()._read([one for one in batch if not _is_trained(one)], buffer))
+        return [self._mean(one) if _is_trained(one) else next(others) for one in batch]
 
     def _mean(self, wanted: ElementRange) -> TensorPart:
         stored = wanted.stored.key
@@ -89,3 +86,7 @@ class AverageReader(WeightReader):
             self._load(manifest, [TensorPart(key=key, start=wanted.start, tensor=read)])
             total += read
         return TensorPart(key=stored, start=wanted.start, tensor=total / len(self._manifests))
+
+
+def _is_trained(wanted: ElementRange) -> bool:
+    return wanted.stored.key.startswith((_MASTER, _MODEL))

@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_ulysses.checkpoint.fence import Lineage, read_lineage
+from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.config.loading import load_config_if_any
 from ray_ulysses.config.resume import resume_conflicts
 from ray_ulysses.errors import ConfigError, Problem
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.run.settings import ResolvedRun
 
-_NO_ATTEMPT = Lineage(newest_attempt=0, started_from={})
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRun:
@@ -36,8 +34,6 @@ class StoredRun:
 
     config: Config | None
     """The stored configuration, or None before the first command."""
-    lineage: Lineage
-    """Attempts recorded in the checkpoint location of the current configuration."""
     has_begun: bool
     """Whether an attempt is recorded in the checkpoint location of the current or the stored configuration. Before the
     first attempt, the stored configuration and plan may be replaced."""
@@ -64,23 +60,22 @@ def read_stored_run(config: Config) -> StoredRun:
     """
     with run_dir_answers(config):
         stored = load_config_if_any(config.run_dir / CONFIG_FILE)
-        lineage = _lineage_at(config, here := checkpoint_location(config))
-        has_begun = lineage.newest_attempt > 0
+        has_begun = _has_begun_at(config, here := checkpoint_location(config))
         if not has_begun and stored is not None:
             way_out = "set the same checkpoint.storage if the run is yours"
             there = stored_checkpoints(stored, config.run_dir, named=named_by(config), way_out=way_out)
-            has_begun = there != here and _lineage_at(config, there).newest_attempt > 0
-    return StoredRun(config=stored, lineage=lineage, has_begun=has_begun)
+            has_begun = there != here and _has_begun_at(config, there)
+    return StoredRun(config=stored, has_begun=has_begun)
 
 
-def _lineage_at(config: Config, location: str) -> Lineage:
+def _has_begun_at(config: Config, location: str) -> bool:
     if location == str(config.run_dir):
         # The caller reports storage failures. An invalid path is refused later, by the storage check.
         with contextlib.suppress(NotADirectoryError):
-            return read_lineage(open_store(config.run_dir))
-        return _NO_ATTEMPT
+            return read_lineage(open_store(config.run_dir)).newest_attempt > 0
+        return False
     with storage_answers(location):
-        return read_lineage(open_store(location))
+        return read_lineage(open_store(location)).newest_attempt > 0
 
 
 def refuse_changed(config: Config, *, branch: bool) -> StoredRun:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ray_ulysses.cli import app, run
 from ray_ulysses.config.loading import load_config
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import UserError
-from ray_ulysses.evaluation.generate import MemoryNeeds, cache_bytes
+from ray_ulysses.evaluation.generate import cache_bytes, refuse_unfit
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.evaluation.test_evaluate_command import VOCAB, make_trained
@@ -161,16 +162,16 @@ def test_impossible_requests_are_refused_with_a_way_out(ask: Ask, tmp_path: Path
 
 def test_the_plan_names_weights_cache_and_free_memory() -> None:
     gib = 2**30
-    needs = MemoryNeeds(parameters=2 * gib, item_bytes=2, cache=3 * gib, is_converted=True)
-    needs.refuse_unfit(8 * gib, 7 * gib)
-    needs.refuse_unfit(8 * gib, None)
-    needs.refuse_unfit(None, None)
+    refuse = partial(refuse_unfit, weights=4 * gib, loaded=8 * gib, cache=3 * gib)
+    refuse(8 * gib, 7 * gib)
+    refuse(8 * gib, None)
+    refuse(None, None)
     with pytest.raises(UserError, match=r"of the GPU: weights 4\.00 GiB, KV cache 3\.00 GiB, free 6\.00 GiB; use"):
-        needs.refuse_unfit(8 * gib, 6 * gib)
+        refuse(8 * gib, 6 * gib)
     with pytest.raises(UserError, match=r"of this machine: weights 4\.00 GiB, KV cache 3\.00 GiB, free 6\.00 GiB"):
-        needs.refuse_unfit(6 * gib, None)
+        refuse(6 * gib, None)
     with pytest.raises(UserError, match=r"of this machine: weights 8\.00 GiB while loading, free 7\.00 GiB"):
-        needs.refuse_unfit(7 * gib, 80 * gib)
+        refuse(7 * gib, 80 * gib)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "deepseek_v3", "qwen3_next", "falcon_h1"])
