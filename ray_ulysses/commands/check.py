@@ -129,9 +129,6 @@ def _planned(config: Config) -> Config:
     """Return a run's configuration with the planner's choices.
 
     The choices depend on peer memory and on all stages, so they can't be made from the trial's configuration.
-
-    Raises:
-        UserError: The run can't start; the message lists all of its problems.
     """
     from ray_ulysses.config.job_paths import relative_path_problems
     from ray_ulysses.planner.problems import memory_problems_of_run
@@ -228,7 +225,6 @@ def _train(config: Config, console: Console, started: float, *, is_quiet: bool) 
 
 
 def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure: str | None) -> Trial:
-    """Read the trial's results from its journal."""
     from ray_ulysses.inspect.check_report import Trial
     from ray_ulysses.planner.flops import step_flops
     from ray_ulysses.rehearsal.check import TOLERANCES

@@ -402,8 +402,7 @@ def check_model(path: str) -> Iterator[Check]:
     detail = f"{shape.model_type} can be trained exactly" + (" with model.part: text" if "part" in model else "")
     yield Check(name="model", level="ok", detail=detail)
     yield Check(name="layers", level="ok", detail=_layers(result))
-    positions = stored_positions(hf_config)
-    if positions is not None:
+    if (positions := stored_positions(hf_config)) is not None:
         yield Check(
             name="positions", level="ok", detail=f"trained up to {positions:,} positions; model.rope extends them"
         )

@@ -116,7 +116,6 @@ def _refuse_push(repo: str, request: ExportRequest) -> None:
 
 
 def _push(repo: str, done: ExportReport, *, private: bool) -> str:
-    """Upload an export to the hub and return the commit's URL."""
     from ray_ulysses.export.directory import RECORD_FILE
     from ray_ulysses.storage.hub import push_folder
 
@@ -130,7 +129,6 @@ def _push(repo: str, done: ExportReport, *, private: bool) -> str:
 
 
 def _register(name: str, request: ExportRequest, done: ExportReport) -> str:
-    """Register an export in MLflow and return the version's URI."""
     from ray_ulysses.run.secrets_file import stored_config
     from ray_ulysses.tracking.mlflow_results import ArtifactError, register_model
 

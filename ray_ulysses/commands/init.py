@@ -108,14 +108,7 @@ def _write(out: Path, text: str) -> None:
 
 
 def _render(first: FirstConfig, model: str, gpu_memory: float, *, has_corpus: bool) -> str:
-    """Return the configuration file's text.
-
-    Args:
-        first: The configuration.
-        model: The model's path or hub id, as the user gave it.
-        gpu_memory: Memory of one GPU in GB.
-        has_corpus: Whether the corpus is prepared.
-    """
+    """Return the configuration file's text, for a model as the user gave it and GPUs of ``gpu_memory`` GB."""
     from ray_ulysses.config.yaml_text import dump_yaml
     from ray_ulysses.planner.memory_terms import GIB
 
@@ -196,7 +189,6 @@ def _chosen(first: FirstConfig, section: str) -> str:
 
 
 def _model(section: dict[str, Any], trained: int | None) -> str:
-    """Return the lines of the ``model`` section."""
     import yaml
 
     from ray_ulysses.config.yaml_text import dump_yaml
@@ -212,8 +204,7 @@ def _model(section: dict[str, Any], trained: int | None) -> str:
         lines.append("  config:  # for `plan` without a network; the loaded model must match it")
         dumped = yaml.safe_dump(section["config"], sort_keys=False)
         lines += [f"    {line}" for line in dumped.splitlines()]
-    rope = section.get("rope")
-    if rope is not None:
+    if (rope := section.get("rope")) is not None:
         lines.append(f"  # The model was trained for {trained:,} positions. edit: this extension is untested.")
         lines.append(f"  rope: {yaml_value(rope)}")
     return "\n".join(lines)

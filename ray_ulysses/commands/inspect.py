@@ -218,8 +218,7 @@ def render_history(history: RunHistory, plan_history: PlanHistory | None = None)
             for attempt in history.attempts
         ]
         lines += ["", "attempts", *table(header, rows)]
-        direct = [one.attempt for one in history.attempts if one.lacks_stream]
-        if direct:
+        if direct := [one.attempt for one in history.attempts if one.lacks_stream]:
             earlier = f" and {len(direct) - _MOST_NAMED:,} earlier attempts" * (len(direct) > _MOST_NAMED)
             named = ", ".join(map(str, direct[-_MOST_NAMED:])) + earlier
             attempts = "attempts" if len(direct) > 1 else "attempt"
@@ -305,8 +304,7 @@ def goodput_in_words(spent: TimeSpent) -> str:
     if spent.goodput is None:
         return "- (no step that counts yet)"
     shown = [f"{name} {duration(seconds)}" for name, seconds in _parts(spent) if seconds >= 0.5]
-    division = _division(spent.recovery)
-    if division:
+    if division := _division(spent.recovery):
         shown = [f"{part} ({division})" if part.startswith("recovery ") else part for part in shown]
     return f"{percent(spent.goodput)} of {duration(spent.total_s)}: {', '.join(shown)}"
 

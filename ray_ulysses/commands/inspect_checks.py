@@ -27,19 +27,11 @@ _STATES = {
     "being_written": "writing",
     "not_committed": "leftover",
 }
-_VERDICTS = {
-    "whole": "whole",
-    "damaged": "DAMAGED",
-    "unreadable": "UNREADABLE",
-    "superseded": "NOT PART OF THE RUN",
-    "foreign": "OF ANOTHER VERSION",
-}
+_VERDICTS = _STATES | {"superseded": "NOT PART OF THE RUN", "foreign": "OF ANOTHER VERSION"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Column:
-    """A table column."""
-
     name: str
     cell: Callable[[CheckpointReport], str]
     rank: int = 0

@@ -88,11 +88,7 @@ def plan(
 
 
 def _tell_layouts(config: Config, base: Path, as_json: bool) -> tuple[str, bool]:
-    """Return the layouts that fit, the fastest first, and whether any layout fits.
-
-    Raises:
-        UserError: The time of a step can't be predicted.
-    """
+    """Return the layouts that fit, the fastest first, and whether any layout fits."""
     from ray_ulysses.planner.layouts import compare_layouts
     from ray_ulysses.planner.problems import heads_problems
     from ray_ulysses.planner.settings import fits_rows
@@ -175,11 +171,7 @@ def _layout_json(one: LayoutChoice) -> dict[str, Any]:
 
 
 def _tell_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: bool) -> tuple[str, bool]:
-    """Return the longest context that fits, the nearest settings that fit, or both, and whether anything fits.
-
-    Raises:
-        UserError: No limit of memory is set.
-    """
+    """Return the longest context that fits, the nearest settings that fit, or both, and whether anything fits."""
     from ray_ulysses.planner.problems import fit_hint
     from ray_ulysses.planner.search import choices, longest_contexts, nearest
     from ray_ulysses.run.preflight import planned_memory

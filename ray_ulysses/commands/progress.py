@@ -163,7 +163,6 @@ class ProgressView(Display):
         run_dir: Place | str,
         *,
         name: str,
-        total_steps: int | None = None,
         console: Console | None = None,
         log_every_steps: int = 1,
         interval_s: float | None = None,
@@ -175,7 +174,6 @@ class ProgressView(Display):
         Args:
             run_dir: The run's directory; it need not exist yet.
             name: The run's name.
-            total_steps: Step at which the run stops, if known.
             console: Output console; standard output by default. Anything but a terminal gets plain lines.
             log_every_steps: Number of steps per plain line.
             interval_s: Seconds between reads of the journal.
@@ -189,7 +187,7 @@ class ProgressView(Display):
         self._is_live = self._loud.is_terminal and not is_quiet
         super().__init__(clock, interval_s or (None if self._is_live else _LINES_INTERVAL_S))
         self._is_quiet = is_quiet
-        self._state = ProgressState(total_steps=total_steps)
+        self._state = ProgressState()
         self._live: Live | None = None
 
     @property
@@ -219,12 +217,11 @@ class ProgressView(Display):
 
     def __enter__(self) -> Self:
         """Start following the journal."""
-        planned = self._state.total_steps
         for entry in self._tail.poll():
             # Of the steps before this command, only the last one is displayed.
             self._state = self._state.after(entry.last if isinstance(entry, StepGroup) else entry)
         # With an earlier command's stop step the bar would start full.
-        self._state = replace(self._state.before_attempt(), total_steps=planned, phase="starting")
+        self._state = replace(self._state.before_attempt(), total_steps=None, phase="starting")
         if self._is_live:
             self._live = start_live(self._panel(), self.console, transient=False)
         return super().__enter__()

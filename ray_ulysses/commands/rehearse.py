@@ -261,8 +261,7 @@ def _kinds(text: str | None, *, is_local: bool) -> tuple[FaultKind, ...]:
         # Nodes of an existing cluster are lost only on request.
         return KINDS if is_local else tuple(kind for kind in KINDS if kind not in LOSES_A_NODE)
     names = [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in KINDS]
-    if unknown:
+    if unknown := [name for name in names if name not in KINDS]:
         raise UserError(f"--kinds={text}: unknown fault {unknown[0]!r}; use {', '.join(KINDS)}")
     return tuple(kind for kind in KINDS if kind in names)
 
@@ -364,7 +363,6 @@ def _intent(request: Request) -> str:
 
 @contextmanager
 def _local_cluster(request: Request, gpus: Sequence[str], say: Callable[[str], object]) -> Iterator[LocalCluster]:
-    """Start the nodes on this machine and connect to them."""
     from ray_ulysses.cluster.local_cluster import LocalCluster
     from ray_ulysses.cluster.session import ray_session
 

@@ -87,14 +87,10 @@ def _expanded(value: object, environment: Mapping[str, str], path: str, problems
         return value
     # As in a shell, the default also replaces an empty value.
     text = _REFERENCE.sub(lambda found: environment.get(found["name"]) or found["default"] or "", value)
-    is_plain = _REFERENCE.fullmatch(value) is not None and not isinstance(value, QuotedText)
-    return _scalar(text) if is_plain else text
-
-
-def _scalar(text: str) -> object:
-    """Return the number, boolean or null that YAML reads from a text, or else the text itself."""
-    value, _ = parse_yaml(text, "")
-    return value if isinstance(value, int | float) or text in ("", "~", "null") else text
+    if _REFERENCE.fullmatch(value) is None or isinstance(value, QuotedText):
+        return text
+    scalar, _ = parse_yaml(text, "")
+    return scalar if isinstance(scalar, int | float) or text in ("", "~", "null") else text
 
 
 def _wrong_references(text: str, environment: Mapping[str, str], path: str) -> Iterator[Problem]:

@@ -82,8 +82,7 @@ def _parse_run(text: str) -> RunReference:
         if not run:
             raise ReferenceProblem(text, f"has no run before @{selector}")
         return RunReference(location=run, which=_which(text, selector))
-    folder = STEP_LOCATION.match(text)
-    if folder:
+    if folder := STEP_LOCATION.match(text):
         return RunReference(location=folder["run"] + (folder["options"] or ""), which=int(folder["step"]))
     return RunReference(location=text, which="latest")
 

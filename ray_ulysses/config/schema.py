@@ -122,11 +122,6 @@ class Config(Section):
         return dump_yaml(self.model_dump(mode="json", exclude_unset=True))
 
 
-def setting_paths() -> tuple[str, ...]:
-    """Return the dotted path of every setting, in schema order."""
-    return tuple(f"{name}.{field}" for name, model in section_models().items() for field in model.model_fields)
-
-
 def nested_paths() -> Iterator[str]:
     """Yield the dotted path of every setting, including those of a group within a section, such as model.adapter."""
     for section, model in section_models().items():

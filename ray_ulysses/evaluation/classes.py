@@ -31,8 +31,7 @@ def check_classes(held: HeldOut, classes: tuple[str, ...]) -> None:
                 f"--data: the documents of {corpus.folder} have no classes, but the model predicts them; prepare the "
                 "documents with --label-field"
             )
-        others = sorted({*corpus.info.classes} - {*classes})
-        if others:
+        if others := sorted({*corpus.info.classes} - {*classes}):
             raise UserError(
                 f"--data: {corpus.folder} has the class {others[0]!r}, but the model has only {', '.join(classes)}; "
                 "leave out the documents of other classes"

@@ -287,7 +287,6 @@ def _end_tokens(source: ModelSource, model: Any, files: TokenizerFiles) -> list[
 def _continue(
     model: Any, prompt: list[int], ends: list[int], request: GenerateRequest, device: torch.device
 ) -> list[int]:
-    """Return the tokens that a model generates after a prompt."""
     from transformers import GenerationConfig
 
     is_sampled = request.temperature > 0

@@ -22,6 +22,7 @@ from ray_ulysses.engine.preferences import document_log_probs
 from ray_ulysses.engine.zero import build_forward_engine, partition_config, prepare_process
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.evaluation.model_source import directory_config
+from ray_ulysses.evaluation.scoring import grouped
 from ray_ulysses.parallel.layout import automatic_ring_size
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.run.settings import zero_settings
@@ -202,22 +203,11 @@ def log_probs(
     corpus: Corpus, part: Part, model: Any, mesh: SequenceMesh, device: torch.device
 ) -> Iterator[np.ndarray[Any, np.dtype[np.float64]]]:
     """Yield the log-probabilities of each row's pairs, fp64 ``[pairs, 2]``. All ranks must call this function."""
-    for documents in _rows(corpus, part):
+    for documents in grouped(range(*part), lambda document: int(corpus.lengths[document]), _ROW_TOKENS):
         yield document_log_probs(model, _batch(corpus, documents, mesh, device)).view(-1, 2).cpu().numpy()
 
 
-def _rows(corpus: Corpus, part: Part) -> Iterator[range]:
-    first, num_tokens = part[0], 0
-    for document in range(*part):
-        length = int(corpus.lengths[document])
-        if document > first and num_tokens + length > _ROW_TOKENS:
-            yield range(first, document)
-            first, num_tokens = document, 0
-        num_tokens += length
-    yield range(first, part[1])
-
-
-def _batch(corpus: Corpus, documents: range, mesh: SequenceMesh, device: torch.device) -> ShardedBatch:
+def _batch(corpus: Corpus, documents: Sequence[int], mesh: SequenceMesh, device: torch.device) -> ShardedBatch:
     tokens, labels, lengths = [], [], list[int]()
     for document in documents:
         length, border = int(corpus.lengths[document]), int(corpus.borders[document])

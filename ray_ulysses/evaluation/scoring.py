@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from ray_ulysses.attention.batch import IGNORE_INDEX, shard_batch, unshard
 from ray_ulysses.engine.loss import score_tokens
 from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.mesh import SequenceMesh
+
+_Text = TypeVar("_Text")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -74,19 +76,21 @@ def score_passages(
     Raises:
         RunError: A loss is not finite.
     """
-    for row in _rows(passages, row_tokens):
+    for row in grouped(passages, lambda passage: passage.tokens.size, row_tokens):
         yield from _score_row(model, row, mesh, device or torch.device("cpu"))
 
 
-def _rows(passages: Iterable[Passage], row_tokens: int) -> Iterator[list[Passage]]:
-    row: list[Passage] = []
+def grouped(texts: Iterable[_Text], length_of: Callable[[_Text], int], row_tokens: int) -> Iterator[list[_Text]]:
+    """Yield the texts of each row, in order. A text that is longer than a row gets a separate row."""
+    row: list[_Text] = []
     num_tokens = 0
-    for passage in passages:
-        if row and num_tokens + passage.tokens.size > row_tokens:
+    for text in texts:
+        length = length_of(text)
+        if row and num_tokens + length > row_tokens:
             yield row
             row, num_tokens = [], 0
-        row.append(passage)
-        num_tokens += passage.tokens.size
+        row.append(text)
+        num_tokens += length
     if row:
         yield row
 

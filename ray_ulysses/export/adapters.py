@@ -109,8 +109,7 @@ def adapted_tensors(state: StateDescription, weights: WeightType, model_dtype: s
     found = {}
     for name in dict.fromkeys([*(key.split("/", 1)[1] for key in state.tensors), *state.tied]):
         is_frozen = f"frozen/{state.tied.get(name, name)}" in state.tensors
-        place = find_stored(name, state, "model" if is_frozen else weights, model_dtype)
-        if place is not None:
+        if (place := find_stored(name, state, "model" if is_frozen else weights, model_dtype)) is not None:
             found[name] = place
     return found
 

@@ -112,8 +112,7 @@ def export_run(request: ExportRequest, log: _Log) -> ExportReport:
     started = clock.monotonic()
     export = _prepare(store, manifest, config, request)
     place = export.published
-    record = already_exported(place, export.identity, overwrite=request.overwrite)
-    if record is not None:
+    if (record := already_exported(place, export.identity, overwrite=request.overwrite)) is not None:
         # The record contains neither the directory's path nor the tokenizer's.
         return replace(record.report, out=str(place), tokenizer=export.tokenizer.words, was_there=True)
     if request.check:

@@ -324,8 +324,7 @@ def read_run(run_dir: Place, journal: Journal | None = None, *, trust_run: bool 
         history = replace(read_history(run_dir, store=storage.store, journal=journal), diagnostics=left)
         if not any(checkpoint.committed for checkpoint in history.checkpoints):
             committed = commits_that_count(journal.entries, read_lineage(storage.store))
-            lost = decide_start({}, (), committed, storage.location).refusal
-            if lost is not None:
+            if (lost := decide_start({}, (), committed, storage.location).refusal) is not None:
                 _log.warning("%s", lost)
         return history
     except OSError as error:

@@ -167,7 +167,6 @@ def _notes(plan: Plan, trained: TrainedSteps) -> list[str]:
             f"the plan was branched after step {first - 1}, but no attempt has trained on the branch yet; the next "
             f"attempt will discard steps {first} to {last}, which were not verified"
         )
-    beyond = [step.step for step in trained.steps if step.step > plan.num_steps]
-    if beyond:
+    if beyond := [step.step for step in trained.steps if step.step > plan.num_steps]:
         notes.append(f"steps from {beyond[0]} on are after the end of the plan and were not read again")
     return notes

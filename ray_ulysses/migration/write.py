@@ -175,8 +175,7 @@ def _run(w: _Writer) -> None:
     steps = f.whole("max_steps") or 0
     if steps > 0:
         w.put("run.stop_step", steps, "max_steps")
-    every = f.number("log_steps")
-    if every is not None:
+    if (every := f.number("log_steps")) is not None:
         w.put("run.log_every_steps", max(1, int(every)), "log_steps", why="steps, not a fraction" if every < 1 else "")
     fraction = f.number("eval_fraction") or 0.0
     wants = str(f.value("eval_strategy") or "steps").lower() != "no"
@@ -429,8 +428,7 @@ def _optimizer(w: _Writer) -> None:
         w.put("optimizer.betas", pair, "beta1", "beta2")
     w.carry("optimizer.eps", "eps")
     w.carry("optimizer.weight_decay", "weight_decay")
-    norm = f.number("max_grad_norm")
-    if norm is not None:
+    if (norm := f.number("max_grad_norm")) is not None:
         w.put("optimizer.max_grad_norm", norm if norm > 0 else None, "max_grad_norm")
     w.carry("optimizer.router_loss", "router_loss")
 
@@ -525,8 +523,7 @@ def _checkpoint(w: _Writer) -> None:
         w.put("checkpoint.every_steps", 100, "save_strategy", "save_steps", why="checkpoints are counted in steps")
     elif every is not None:
         w.put("checkpoint.every_steps", int(every), "save_steps", "save_strategy")
-    limit = f.whole("save_limit")
-    if limit is not None:
+    if (limit := f.whole("save_limit")) is not None:
         w.put("checkpoint.keep_last", max(1, limit), "save_limit")
     if f.flag("keep_best") and "run" in w.sections and any("eval_every" in line for line in w.sections["run"]):
         w.put("checkpoint.keep_best", 1, "keep_best", why="the best is kept, and `export` selects it with --step best")
@@ -558,8 +555,7 @@ def _tracking(w: _Writer) -> None:
 
 
 def _cluster(w: _Writer) -> None:
-    world = w.facts.whole("world")
-    if world is not None:
+    if (world := w.facts.whole("world")) is not None:
         w.put("cluster.workers", max(1, world), "world")
         has_gpus = world > 0 and not w.facts.flag("cpu")
         w.put("cluster.gpus_per_worker", int(has_gpus), "cpu", note="one worker per GPU" if has_gpus else "CPU")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from html import escape
 from typing import Any
 
@@ -57,11 +57,9 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-@contextmanager
-def style() -> Iterator[None]:
-    """Apply the report's Matplotlib style within the block."""
-    with matplotlib.rc_context(_STYLE):
-        yield
+def style() -> AbstractContextManager[None]:
+    """Return a context manager that applies the report's Matplotlib style."""
+    return matplotlib.rc_context(_STYLE)
 
 
 def new_figure(x_label: str, y_label: str, *, width: float = NARROW) -> tuple[Figure, Axes]:

@@ -99,11 +99,7 @@ def loss_picture(record: RunRecord) -> Figure:
 
 
 def _over_tokens(record: RunRecord, y_label: str, *, is_wide: bool = False) -> tuple[Figure, Axes]:
-    """Return an empty plot with supervised tokens on the x-axis and shaded attempts, labelled if the plot is wide.
-
-    Raises:
-        NothingToDrawError: No step has completed yet.
-    """
+    """Return an empty plot with supervised tokens on the x-axis and shaded attempts, labelled if the plot is wide."""
     if not len(record.kept):
         raise NothingToDrawError("no step has completed yet")
     figure, axes = new_figure("supervised tokens", y_label, width=WIDE if is_wide else NARROW)
@@ -519,8 +515,7 @@ def retrieval_picture(record: RunRecord) -> Figure:
 def _part(record: RunRecord, name: str) -> Any:
     if record.evaluation is None:
         raise NothingToDrawError("no evaluation: run `ray-ulysses evaluate RUN`")
-    found = record.evaluation.get(name)
-    if not found:
+    if not (found := record.evaluation.get(name)):
         raise NothingToDrawError("the newest evaluation does not include this measurement")
     return found
 

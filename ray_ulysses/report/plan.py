@@ -70,9 +70,7 @@ def _verdict(report: PlanReport, price: float | None) -> list[tuple[str, str]]:
     needs = f"{_amount(*of_device)} per {'GPU' if report.has_gpu else 'worker'}, {_amount(*of_host)} of host memory"
     last = " of the last stage" if report.stages else ""
     step = _NO_TIME if not time else f"{seconds_text(time.seconds)} per step{last}, MFU {time.mfu:.0%}, {time.basis}"
-    sizes = ", ".join(map(str, layout.level_world_sizes[:_MOST_SIZES]))
-    more = ", ..." if len(layout.level_world_sizes) > _MOST_SIZES else ""
-    valid = f"{_other_counts(layout)}, best {sizes}{more}"
+    valid = f"{_other_counts(layout)}, best {_balanced_counts(layout)}"
     rows = [
         ("memory", fits + needs),
         ("time", step),
@@ -168,8 +166,6 @@ def _mlp(shape: ModelShape) -> str:
 
 def _layout(report: PlanReport) -> list[str]:
     layout = report.layout
-    sizes = layout.level_world_sizes
-    shown = ", ".join(str(size) for size in sizes[:_MOST_SIZES]) + (", ..." if len(sizes) > _MOST_SIZES else "")
     split = f"sp {layout.sp_size} = ulysses {layout.ulysses_size} x ring {layout.ring_size}"
     if layout.ring_size > 1 and layout.ring_is_chosen:
         split += f", chosen because {layout.sp_size} ranks can't share {layout.heads.num_heads} heads"
@@ -179,7 +175,7 @@ def _layout(report: PlanReport) -> list[str]:
         ("heads per rank", _heads(layout.heads)),
         ("other sp sizes", ", ".join(str(size) for size in layout.valid_sp_sizes)),
         ("other worker counts", _other_counts(layout)),
-        ("balanced counts", shown),
+        ("balanced counts", _balanced_counts(layout)),
     ]
     return ["layout", *facts(rows)]
 
@@ -187,6 +183,11 @@ def _layout(report: PlanReport) -> list[str]:
 def _other_counts(layout: LayoutFacts) -> str:
     multiples = f"multiples of {layout.sp_size}" if layout.sp_size > 1 else "any number"
     return f"{multiples} up to {layout.largest_world_size}"
+
+
+def _balanced_counts(layout: LayoutFacts) -> str:
+    sizes = layout.level_world_sizes
+    return ", ".join(map(str, sizes[:_MOST_SIZES])) + (", ..." if len(sizes) > _MOST_SIZES else "")
 
 
 def _workers(report: PlanReport) -> str:

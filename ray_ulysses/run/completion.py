@@ -103,7 +103,6 @@ def record_command_ended(run_dir: Place, session: str) -> None:
 def _record_found(config: Config, attempt: int) -> None:
     """Record the committed checkpoints, because the last attempt may have died before recording a commit."""
     with contextlib.suppress(OSError, RunError):
-        found = found_fields(checkpoint_store(config))
-        if found is not None:
+        if (found := found_fields(checkpoint_store(config))) is not None:
             with closing(open_journal(config.run_dir, attempt, writer=_WRITER)) as journal:
                 journal.append({"event": "checkpoints_found", **found})

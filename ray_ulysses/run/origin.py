@@ -252,8 +252,7 @@ def choose_tracked(tracked: Sequence[TrackedCheckpoint], which: Which, *, refere
     Raises:
         UserError: The checkpoint does not exist or is not usable.
     """
-    live = usable(tracked)
-    if not live:
+    if not (live := usable(tracked)):
         gone = f"; all {len(tracked)} of its checkpoints are deleted or damaged" if tracked else ""
         raise UserError(f"{reference}: MLflow lists no usable checkpoint of that run{gone}; choose another run")
     if which == "latest":

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING
 
+from ray_ulysses.clock import Clock
+from ray_ulysses.config import Config
 from ray_ulysses.config.resume import stage_conflicts
 from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, open_validation, plan_input
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan, num_segments, write_segment
 from ray_ulysses.data.plan.stages import NewSegment, StagePlan, num_made, plan_rest, plan_stages
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.stages import stage_plans
 from ray_ulysses.run.checkpoint_store import named_by
+from ray_ulysses.run.settings import ResolvedRun
 from ray_ulysses.run.start_point import committed_step, known_step
+from ray_ulysses.run.stored_run import StoredRun
 from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.storage.place import UnnamedServerError, refuse_server
 from ray_ulysses.tracking.events import BadStep, RowsSkipped
 from ray_ulysses.tracking.journal import open_journal
 from ray_ulysses.tracking.journal_files import attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_entries
-
-if TYPE_CHECKING:
-    from ray_ulysses.clock import Clock
-    from ray_ulysses.config import Config
-    from ray_ulysses.data.plan.plan import Plan
-    from ray_ulysses.run.settings import ResolvedRun
-    from ray_ulysses.run.stored_run import StoredRun
 
 _NAME_IT = "add the corpus to data.sources with weight 0"
 

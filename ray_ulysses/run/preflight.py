@@ -531,8 +531,7 @@ def _check_model_path(config: Config) -> None:
 
 
 def _sample_problems(config: Config, corpus: Corpus) -> Iterator[Problem]:
-    every = config.run.sample_every_steps
-    if every is not None:
+    if (every := config.run.sample_every_steps) is not None:
         try:
             read_prompts(config, corpus.info)
         except (UserError, OSError) as error:

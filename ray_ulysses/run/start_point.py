@@ -237,8 +237,7 @@ class RecoverySources:
                 self._pass_over_memory(manifest.step, str(error))
         if config.model.resume_from is None:
             return None
-        origin = pinned_origin(config)
-        if origin is None:
+        if (origin := pinned_origin(config)) is None:
             raise UserError(f"{SETTING}={config.model.resume_from!r} was not looked up yet; start the run with `train`")
         return "another run", origin.location, check_origin(origin, config, self.plan)
 
@@ -400,8 +399,7 @@ def _none_committed(run_dir: Place, location: str, lineage: Lineage) -> UserErro
         journal = read_journal(run_dir)
     except OSError as error:
         return RunError(f"{none}, which would record one, can't be read ({error.strerror or error})")
-    steps = commits_that_count(journal.entries, lineage)
-    if steps:
+    if steps := commits_that_count(journal.entries, lineage):
         return RunError(
             f"{none} records {len(steps)} (newest: step {steps[-1]}); check that the storage is mounted and "
             "checkpoint.storage is unchanged, then try again"

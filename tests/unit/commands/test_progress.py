@@ -178,7 +178,8 @@ def test_without_a_terminal_only_new_events_are_printed_as_plain_lines(tmp_path)
     out = io.StringIO()
     console = PlainConsole(out, width=40)
     clock = HandClock()
-    with ProgressView(tmp_path, name="demo", total_steps=3, console=console, interval_s=0.01, clock=clock) as view:
+    with ProgressView(tmp_path, name="demo", console=console, interval_s=0.01, clock=clock) as view:
+        view.expect(3)
         wait_until(out.getvalue, "something is printed")
         journal = claim_journal(tmp_path)
         journal.append(started(attempt=journal.attempt, resumed_step=1, last_step=3))
@@ -196,8 +197,9 @@ def test_without_a_terminal_only_new_events_are_printed_as_plain_lines(tmp_path)
 
 def test_steps_between_two_lines_are_left_out_but_never_the_last(tmp_path):
     out = io.StringIO()
-    given = {"total_steps": 7, "console": Console(file=out), "log_every_steps": 3, "interval_s": 0.01}
-    with ProgressView(tmp_path, name="demo", **given):
+    given = {"console": Console(file=out), "log_every_steps": 3, "interval_s": 0.01}
+    with ProgressView(tmp_path, name="demo", **given) as view:
+        view.expect(7)
         journal = claim_journal(tmp_path)
         for number in range(1, 8):
             journal.append(step(number))
@@ -207,11 +209,12 @@ def test_steps_between_two_lines_are_left_out_but_never_the_last(tmp_path):
 def test_in_a_terminal_the_panel_is_live_and_stays_only_where_the_run_began(tmp_path):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80, color_system=None)
-    with ProgressView(tmp_path, name="demo", total_steps=3, console=console, interval_s=0.01) as view:
+    with ProgressView(tmp_path, name="demo", console=console, interval_s=0.01) as view:
         view.phase("starting Ray")
         wait_until(lambda: "starting Ray" in out.getvalue(), "the phase is told")
     assert out.getvalue().endswith("\x1b[1A\x1b[2K"), "the cursor goes up and the line is erased"
-    with ProgressView(tmp_path, name="demo", total_steps=3, console=console, interval_s=0.01) as view:
+    with ProgressView(tmp_path, name="demo", console=console, interval_s=0.01) as view:
+        view.expect(3)
         journal_with_one_step(tmp_path).append(step(2))
         wait_until(lambda: view.state.step == 2, "step 2")
     assert "2/3 ETA 2s" in out.getvalue() and "step=1" not in out.getvalue()

@@ -10,10 +10,9 @@ import jsonschema
 import pytest
 
 from ray_ulysses.cli import app, run
-from ray_ulysses.config.schema import setting_paths
 from ray_ulysses.config.yaml_text import parse_yaml
 from tests.config_schema import FILE, render_schema
-from tests.unit.config.trees import small_tree
+from tests.unit.config.trees import setting_paths, small_tree
 
 _CHECKER = jsonschema.Draft202012Validator(json.loads(render_schema()))
 _CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from ray_ulysses.config import load_config, parse_config
-from ray_ulysses.config.schema import section_models, setting_paths
+from ray_ulysses.config.schema import section_models
 from ray_ulysses.errors import ConfigError, Problem
 from tests.configuration_page import PAGE, anchor, render_reference
-from tests.unit.config.trees import small_tree
+from tests.unit.config.trees import setting_paths, small_tree
 
 
 def problems_of(tree: object, *overrides: str) -> tuple[Problem, ...]:

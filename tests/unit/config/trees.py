@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from ray_ulysses.config.schema import section_models
+
 _TREE: dict[str, dict[str, Any]] = {
     "run": {"name": "first", "storage": "runs"},
     "model": {
@@ -33,3 +35,8 @@ def small_tree(**changes: Any) -> dict[str, dict[str, Any]]:
         section, _, name = path.partition("__")
         tree.setdefault(section, {})[name] = value
     return tree
+
+
+def setting_paths() -> tuple[str, ...]:
+    """Return the dotted path of every setting, in schema order."""
+    return tuple(f"{name}.{field}" for name, model in section_models().items() for field in model.model_fields)
