@@ -16,18 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ray_ulysses.data.tokenize.tokenizers import Tokenizer
 from ray_ulysses.errors import UserError
+from ray_ulysses.evaluation.held_out import HeldOut
 from ray_ulysses.evaluation.report import KINDS, Kind, RetrievalCell
 from ray_ulysses.evaluation.scoring import Passage, Score
-
-if TYPE_CHECKING:
-    from ray_ulysses.data.tokenize.tokenizers import Tokenizer
-    from ray_ulysses.evaluation.held_out import HeldOut
 
 NUM_KEYS, NUM_VARIABLES = 4, 3
 _NUM_EXAMPLES = 2

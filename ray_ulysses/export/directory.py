@@ -60,20 +60,19 @@ class Identity:
 
     def differences(self, other: Identity) -> list[str]:
         """Describe how an existing export ``other`` differs from this one."""
-        found = ["its checkpoint is different"] if self.manifest != other.manifest else []
-        if self.weights != other.weights:
-            found.append(f"its weights have --dtype {other.weights}")
-        if self.max_shard_bytes != other.max_shard_bytes:
-            found.append(f"its --max-shard-size is {decimal_size(other.max_shard_bytes)}")
-        if self.tokenizer != other.tokenizer:
-            found.append("its tokenizer is different")
-        if self.merged != other.merged:
-            found.append("its adapter is merged" if other.merged else "its adapter is not merged")
-        if self.average != other.average:
-            found.append(f"it averages {other.average} checkpoints" if other.average > 1 else "it is not an average")
-        if self.checked and not other.checked:
-            found.append("it was not checked")
-        return found
+        average = f"averages {other.average} checkpoints" if other.average > 1 else "is not an average"
+        found = {
+            "its checkpoint is different": self.manifest != other.manifest,
+            f"its weights have --dtype {other.weights}": self.weights != other.weights,
+            f"its --max-shard-size is {decimal_size(other.max_shard_bytes)}": (
+                self.max_shard_bytes != other.max_shard_bytes
+            ),
+            "its tokenizer is different": self.tokenizer != other.tokenizer,
+            f"its adapter is {'' if other.merged else 'not '}merged": self.merged != other.merged,
+            f"it {average}": self.average != other.average,
+            "it was not checked": self.checked and not other.checked,
+        }
+        return [difference for difference, is_there in found.items() if is_there]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
+from ray_ulysses.config import Config
 
 MODULES_FILE = "modules.json"
 _POOLING = "1_Pooling"

@@ -171,30 +171,28 @@ class WeightReader:
         return parts
 
     def _load(self, manifest: Manifest, parts: Sequence[TensorPart]) -> None:
+        step = manifest.step
         try:
             load_parts(self._store, manifest, parts)
-        except CheckpointError as error:
-            raise self._explained(error, manifest.step) from error
-
-    def _explained(self, error: CheckpointError, step: int) -> RunError:
-        if isinstance(error, DamagedCheckpointError):
+        except DamagedCheckpointError as error:
             try:
                 is_gone = manifest_key(step) not in self._store.list(step_folder(step))
             except OSError as silence:
-                return RunError(
+                raise RunError(
                     f"the checkpoint of step {step} can't be read: {error}; its storage does not respond "
                     f"({silence.strerror or silence})"
-                )
+                ) from error
             if is_gone:
-                return RunError(
+                raise RunError(
                     f"the checkpoint of step {step} was deleted during the export, because the run continued and "
                     "retains only recent checkpoints; try again, or increase checkpoint.keep_last"
-                )
-            return RunError(
+                ) from error
+            raise RunError(
                 f"the checkpoint of step {step} is damaged: {error}; select another step with --step, or restore the "
                 "file"
-            )
-        return RunError(str(error))
+            ) from error
+        except CheckpointError as error:
+            raise RunError(str(error)) from error
 
 
 def element_range(tensor: PublishedTensor) -> ElementRange:

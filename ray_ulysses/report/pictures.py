@@ -344,8 +344,8 @@ def _saves(record: RunRecord) -> Figure:
     return figure
 
 
-def step_fill(record: RunRecord) -> tuple[Floats, Floats]:
-    """Return the steps that count, and the fraction of their row capacity that is filled with document tokens."""
+def fill_picture(record: RunRecord) -> Figure:
+    """Draw the fraction of each step's row capacity that is filled with document tokens."""
     steps, shares = [], []
     for segment, trained in _trained(record):
         tokens = segment.train.stats(0, segment.num_rows).document_tokens
@@ -353,11 +353,13 @@ def step_fill(record: RunRecord) -> tuple[Floats, Floats]:
         first, stop = trained["first_row"] - segment.base_row, trained["end_row"] - segment.base_row
         steps.append(trained["step"])
         shares.append((sums[stop] - sums[first]) / ((stop - first) * segment.settings.capacity))
-    return np.concatenate(steps).astype(np.float64), np.concatenate(shares)
+    figure, axes = new_figure("step", "share of the capacity")
+    curve(axes, np.concatenate(steps).astype(np.float64), np.concatenate(shares), "fill", SERIES[0])
+    return figure
 
 
-def step_imbalance(record: RunRecord) -> tuple[Floats, Floats]:
-    """Return the steps that count, and the slowest ranks' cost divided by the mean cost, summed over micro-batches."""
+def imbalance_picture(record: RunRecord) -> Figure:
+    """Draw the slowest data-parallel ranks' cost divided by the mean cost, summed over micro-batches, per step."""
     dp_sizes = {one.attempt: one.dp_size for one in record.events(AttemptStarted)}
     steps, found = [], []
     for segment, trained in _trained(record):
@@ -373,7 +375,11 @@ def step_imbalance(record: RunRecord) -> tuple[Floats, Floats]:
             slowest, total = ranked[:, ::dp_size].sum(axis=1), ranked.sum(axis=1)
             steps.append(part["step"])
             found.append(np.divide(slowest * dp_size, total, out=np.ones(len(part)), where=total > 0))
-    return np.concatenate(steps).astype(np.float64), np.concatenate(found)
+    trained_steps, ratios = np.concatenate(steps).astype(np.float64), np.concatenate(found)
+    order = np.argsort(trained_steps, kind="stable")
+    figure, axes = new_figure("step", "slowest ranks / mean")
+    curve(axes, trained_steps[order], ratios[order], "imbalance", SERIES[0])
+    return figure
 
 
 def mix_shares(record: RunRecord) -> tuple[Floats, Floats]:
@@ -419,23 +425,6 @@ def mix_picture(record: RunRecord) -> Figure:
         parts.append(("others", FOREGROUND, shares[:, order[len(SERIES) :]].sum(axis=1)))
     stack(axes, edges, parts)
     legend(axes)
-    return figure
-
-
-def fill_picture(record: RunRecord) -> Figure:
-    """Draw the fill of each step's rows."""
-    steps, shares = step_fill(record)
-    figure, axes = new_figure("step", "share of the capacity")
-    curve(axes, steps, shares, "fill", SERIES[0])
-    return figure
-
-
-def imbalance_picture(record: RunRecord) -> Figure:
-    """Draw the load imbalance between data-parallel ranks, per step."""
-    steps, found = step_imbalance(record)
-    order = np.argsort(steps, kind="stable")
-    figure, axes = new_figure("step", "slowest ranks / mean")
-    curve(axes, steps[order], found[order], "imbalance", SERIES[0])
     return figure
 
 

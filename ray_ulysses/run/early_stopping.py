@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ray_ulysses.config import Config
+from ray_ulysses.config.learning import EarlyStoppingSection
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.segment import HELD_OUT
 from ray_ulysses.tracking.events import AttemptStarted, Evaluated
 from ray_ulysses.tracking.journal_reader import read_entries
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from ray_ulysses.config import Config
-    from ray_ulysses.config.learning import EarlyStoppingSection
-    from ray_ulysses.data.plan.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

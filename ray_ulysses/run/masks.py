@@ -5,19 +5,16 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ray_ulysses.config import Config
 from ray_ulysses.data.read.masking import Masking, MaskReplacement, MaskUnit, masking_with
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo, load_unchanged
 from ray_ulysses.errors import UserError
 from ray_ulysses.run_names import MASKING_FILE
 from ray_ulysses.storage.place import Place, is_file, open_store
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Number, Whole, adapter, read_json
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

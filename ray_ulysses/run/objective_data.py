@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
+from ray_ulysses.config import Config
+from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.errors import Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from ray_ulysses.config import Config
-    from ray_ulysses.data.corpus.corpus import Corpus
 
 
 def objective_problems(

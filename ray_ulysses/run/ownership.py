@@ -11,26 +11,23 @@ import socket
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
 from ray_ulysses.checkpoint import Manifest, newest_committed
+from ray_ulysses.config import Config
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import storage_answers
+from ray_ulysses.run.settings import ResolvedRun
 from ray_ulysses.run_names import IDENTITY_FILE, OWNER_FILE
+from ray_ulysses.storage import Store
 from ray_ulysses.storage.place import open_store
 from ray_ulysses.storage.store import create_if_absent
 from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.steps import StepGroup
 from ray_ulysses.validation import ContentError, read_json
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
-    from ray_ulysses.run.settings import ResolvedRun
-    from ray_ulysses.storage import Store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -304,14 +304,11 @@ def report_run(config: Config, base: Path, *, branch: bool = False, synthetic: b
     if named and not is_first and (not paths or num_segments(absolute.run_dir / PLAN_FOLDER)):
         return prepare_run(config, base, branch=branch).report
     hint = "prepare it with `ray-ulysses prepare`, correct the path, or use --synthetic to assume documents"
-    missing = (
-        []
-        if synthetic
-        else [
-            Problem(path=_setting_of(absolute, path), value=path, rule="there is no corpus", hint=hint)
-            for path in paths
-        ]
-    )
+    missing = [
+        Problem(path=_setting_of(absolute, path), value=path, rule="there is no corpus", hint=hint)
+        for path in paths
+        if not synthetic
+    ]
     stored = read_stored_run(absolute)
     problems, facts = [*missing, *stored.conflicts(absolute, branch=branch), *_plugin_problems(absolute)], []
     absolute, shape, chosen = planned_memory(config, base, stored)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ray_ulysses.config import Config
+from ray_ulysses.data.corpus.format import CorpusInfo
 from ray_ulysses.data.tokenize.tokenizers import Tokenizer, load_unchanged
 from ray_ulysses.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ray_ulysses.config import Config
-    from ray_ulysses.data.corpus.format import CorpusInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,14 +7,16 @@ functions read the inputs of the decision from storage, peer memory and the jour
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ray_ulysses.checkpoint import CheckpointError, Choice, Damage, Manifest, newest_committed
 from ray_ulysses.checkpoint.choice import any_is_committed, committed_steps, examine, read_committed
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.retention import nameable, unreadable
 from ray_ulysses.checkpoint.state import StateDescription, begun_anew
+from ray_ulysses.config import Config
 from ray_ulysses.config.reference_to_checkpoint import SETTING, Which
 from ray_ulysses.config.resume import resume_fingerprint, settings_that_differ
 from ray_ulysses.config.stages import stage_config
@@ -23,19 +25,14 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import storage_answers, stored_checkpoints
 from ray_ulysses.run.origin import check_origin, choose_step, listed, pinned_origin
+from ray_ulysses.run.settings import ResolvedRun
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, CONFIG_FILE, manifest_key
+from ray_ulysses.storage import Store
 from ray_ulysses.storage.place import Place, open_store
+from ray_ulysses.storage.retry import RetryPolicy
 from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside, InheritedSteps
 from ray_ulysses.tracking.journal_reader import read_entries, read_journal
 from ray_ulysses.tracking.steps import Entry
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from ray_ulysses.config import Config
-    from ray_ulysses.run.settings import ResolvedRun
-    from ray_ulysses.storage import Store
-    from ray_ulysses.storage.retry import RetryPolicy
 
 _log = get_logger(__name__)
 
