@@ -55,9 +55,7 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
         UserError: An option is wrong or can't be satisfied.
         RunError: The checkpoint can't be used.
     """
-    source = find_model(
-        request.model, is_run=request.is_run, step=request.step, dtype=request.dtype, trust_run=request.trust_run
-    )
+    source = find_model(request)
     held = held_out_documents(request.data, request.run_dir, trust_run=request.trust_run)
     largest = max(corpus.info.max_token_id for corpus in held.corpora.corpora)
     if largest >= source.vocab_size:

@@ -13,7 +13,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ray_ulysses.clock import SystemClock
-from ray_ulysses.config.reference_to_checkpoint import Which
 from ray_ulysses.data.sources.rows import RowError
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate, own_template
 from ray_ulysses.data.tokenize.tokenizers import transformers_tokenizer
@@ -21,26 +20,21 @@ from ray_ulysses.engine.model import find_trained_part, meta_model, torch_dtype
 from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.evaluation.model_source import ModelSource, find_model
-from ray_ulysses.evaluation.report import DType
+from ray_ulysses.evaluation.report import ModelRequest
 from ray_ulysses.export.architecture import describe, generation_settings
 from ray_ulysses.export.check import free_memory_bytes
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer, tokenizer_in
 from ray_ulysses.model_shape import HYBRID_LAYER_TYPES
-from ray_ulysses.storage.place import Place
 
 # Beyond this length, SDPA's memory-efficient kernel is wrong with a mask (pytorch#162588).
 _MOST_EFFICIENT_TOKENS = 65_536
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateRequest:
+class GenerateRequest(ModelRequest):
     """Options of a generation."""
 
-    model: Place
-    """Directory of a run or a model."""
-    is_run: bool
     prompts: tuple[str, ...]
-    step: Which = "latest"
     max_new_tokens: int = 256
     temperature: float = 0.0
     """Temperature of sampling; 0 always takes the most probable token."""
@@ -49,11 +43,8 @@ class GenerateRequest:
     """Seed of sampling, set anew for each prompt."""
     tokenizer: Path | None = None
     """Directory of the tokenizer, or ``bytes``; None for the run's or the model's own."""
-    dtype: DType = "model"
     raw: bool = False
     """Whether to continue the prompt as plain text, even if the tokenizer has a chat template."""
-    trust_run: bool = False
-    """Whether to trust the secrets file and servers that only the run's stored configuration specifies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,9 +151,7 @@ def generate(request: GenerateRequest, say: Callable[[str], None]) -> Generation
     """
     clock = SystemClock()
     started = clock.monotonic()
-    source = find_model(
-        request.model, is_run=request.is_run, step=request.step, dtype=request.dtype, trust_run=request.trust_run
-    )
+    source = find_model(request)
     if source.config.objective.task != "causal_lm":
         kind = source.config.objective.kind
         raise UserError(f"{request.model}: can't generate text (objective.kind={kind}); use a causal language model")

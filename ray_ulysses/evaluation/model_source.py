@@ -12,27 +12,20 @@ from ray_ulysses.attention.ulysses import apply_ulysses
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.config.reference_to_checkpoint import Which
 from ray_ulysses.engine.model import build_model, refuse_architecture
 from ray_ulysses.engine.model_config import described_config, objective_of, stored_positions
-from ray_ulysses.engine.plugins import load_plugins
 from ray_ulysses.engine.text_part import is_multimodal
 from ray_ulysses.errors import RunError
-from ray_ulysses.evaluation.report import DType
+from ray_ulysses.evaluation.report import DType, ModelRequest
 from ray_ulysses.export.adapters import adapted_tensors, base_state
 from ray_ulysses.export.architecture import describe
 from ray_ulysses.export.decoder_merge import plan_merge
-from ray_ulysses.export.frozen_base import weight_reader, with_base
+from ray_ulysses.export.frozen_base import open_checkpoint, weight_reader
 from ray_ulysses.export.stream import live_model
 from ray_ulysses.export.tensors import stored_tensors
-from ray_ulysses.inspect.run_data import with_planned_context
 from ray_ulysses.model_shape import read_model_config
 from ray_ulysses.parallel.mesh import SequenceMesh
-from ray_ulysses.run.secrets_file import stored_config
-from ray_ulysses.run.settings import config_of_checkpoint
-from ray_ulysses.run.start_point import find_checkpoint
 from ray_ulysses.storage import Store
-from ray_ulysses.storage.place import Place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -110,38 +103,25 @@ class ModelSource:
         return model
 
 
-def find_model(
-    model: Place, *, is_run: bool, step: Which = "latest", dtype: DType = "model", trust_run: bool = False
-) -> ModelSource:
+def find_model(request: ModelRequest) -> ModelSource:
     """Find a model, without reading weights.
-
-    Args:
-        model: Directory of a run or a model.
-        is_run: Whether it is the directory of a run.
-        step: Step of the run's checkpoint.
-        dtype: Dtype in which to compute the model.
-        trust_run: Whether to trust the secrets file, servers and plugins that only the run's own configuration names.
 
     Raises:
         UserError: The checkpoint does not exist, or the model can't be evaluated exactly.
         RunError: The checkpoint is damaged, or its storage does not respond.
     """
     checkpoint = None
-    if is_run:
-        config = stored_config(model, trust_run=trust_run)
-        if trust_run:
-            load_plugins(config)
-        store, manifest = find_checkpoint(config, model, step, trust_run=trust_run)
-        config = with_planned_context(config_of_checkpoint(config, manifest), model, manifest.step)
-        checkpoint = store, with_base(config, manifest)
+    if request.is_run:
+        config, store, manifest = open_checkpoint(request.model, request.step, trust_run=request.trust_run)
+        checkpoint = store, manifest
     else:
-        assert isinstance(model, Path)
-        config = directory_config(model, dtype)
+        assert isinstance(request.model, Path)
+        config = directory_config(request.model, request.dtype)
     hf_config = described_config(config, None if checkpoint is None else bool(checkpoint[1].state.tied))
     num_positions = refuse_architecture(hf_config, config.model.part, config.objective.task).num_positions
     text = hf_config.get_text_config(decoder=True)
     rotary = stored_positions(hf_config)
-    if is_run:
+    if request.is_run:
         # Use the setting, because documents may be shorter than the rows that they are packed into.
         context_tokens = min(config.data.context_tokens, num_positions or config.data.context_tokens)
     else:
@@ -149,8 +129,8 @@ def find_model(
     return ModelSource(
         config=config,
         checkpoint=checkpoint,
-        dtype=config.model.dtype if dtype == "model" or not is_run else dtype,
-        weights=dtype,
+        dtype=config.model.dtype if request.dtype == "model" or not request.is_run else request.dtype,
+        weights=request.dtype,
         context_tokens=context_tokens,
         rotary_positions=rotary,
         num_positions=num_positions,

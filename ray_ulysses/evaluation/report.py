@@ -29,13 +29,24 @@ _MODEL_FILE, _ADAPTER_FILE = "config.json", "adapter_config.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationRequest:
-    """Options of an evaluation."""
+class ModelRequest:
+    """A model to evaluate or to generate with."""
 
     model: Place
     """Directory of a run or a model."""
     is_run: bool
     step: Which = "latest"
+    """Step of the run's checkpoint."""
+    dtype: DType = "model"
+    """Dtype in which to compute the model."""
+    trust_run: bool = False
+    """Whether to trust the secrets file, servers and plugins that only the run's stored configuration specifies."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationRequest(ModelRequest):
+    """Options of an evaluation."""
+
     tasks: tuple[Task, ...] = TASKS
     lengths: tuple[int, ...] = ()
     """Context lengths and row lengths in tokens, ascending; empty for the default lengths."""
@@ -48,13 +59,10 @@ class EvaluationRequest:
     """Directory of a prepared corpus; None for the run's own documents."""
     tokenizer: Path | None = None
     """Directory of the tokenizer, or ``bytes``; None for the corpus's or the model's tokenizer."""
-    dtype: DType = "model"
     sp_size: int | None = None
     """Number of processes that share a row; None for one process per GPU."""
     seed: int = 0
     out: Place | None = None
-    trust_run: bool = False
-    """Whether to trust the secrets file and servers that only the run's stored configuration specifies."""
 
     @property
     def run_dir(self) -> Place | None:

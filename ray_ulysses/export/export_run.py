@@ -15,7 +15,6 @@ from ray_ulysses.clock import SystemClock
 from ray_ulysses.config import Config
 from ray_ulysses.config.job_paths import refuse_relative_in_job
 from ray_ulysses.engine.model_config import source_format
-from ray_ulysses.engine.plugins import load_plugins
 from ray_ulysses.engine.text_part import auto_class
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.adapters import AdapterExport, adapter_export, base_state, merged_decoder
@@ -35,17 +34,13 @@ from ray_ulysses.export.directory import (
     upload,
 )
 from ray_ulysses.export.files import INDEX_FILE, CopiedFile, WeightFile, index_json, lay_out, write_files
-from ray_ulysses.export.frozen_base import weight_reader, with_base
+from ray_ulysses.export.frozen_base import open_checkpoint, weight_reader
 from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, ExportRequest, decimal_size
 from ray_ulysses.export.sentences import sentence_files
 from ray_ulysses.export.stream import WeightReader
 from ray_ulysses.export.tensors import DTYPES, Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
-from ray_ulysses.inspect.run_data import with_planned_context
 from ray_ulysses.run.checkpoint_store import checkpoint_location, storage_answers
-from ray_ulysses.run.secrets_file import stored_config
-from ray_ulysses.run.settings import config_of_checkpoint
-from ray_ulysses.run.start_point import find_checkpoint
 from ray_ulysses.run_names import EXPORT_FOLDER, manifest_key, step_folder
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.storage.place import Place, node_folder
@@ -101,13 +96,7 @@ def export_run(request: ExportRequest, log: _Log) -> ExportReport:
     """
     if isinstance(place := request.out or request.run_dir, Path):
         refuse_relative_in_job("--out", place)
-    trust_run = request.trust_run
-    config = stored_config(request.run_dir, trust_run=trust_run)
-    if trust_run:
-        load_plugins(config)
-    store, manifest = find_checkpoint(config, request.run_dir, request.step, trust_run=trust_run)
-    config = with_planned_context(config_of_checkpoint(config, manifest), request.run_dir, manifest.step)
-    manifest = with_base(config, manifest)
+    config, store, manifest = open_checkpoint(request.run_dir, request.step, trust_run=request.trust_run)
     clock = SystemClock()
     started = clock.monotonic()
     export = _prepare(store, manifest, config, request)

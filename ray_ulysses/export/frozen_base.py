@@ -1,4 +1,4 @@
-"""Provides the frozen weights of a run with ``model.base_dtype``, which the run's checkpoints do not contain."""
+"""Opens a run's checkpoint, with the frozen weights of ``model.base_dtype``, which the checkpoint does not contain."""
 
 from __future__ import annotations
 
@@ -12,35 +12,48 @@ import torch
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.state import TensorPart, TensorSpec, dtype_name
 from ray_ulysses.config import Config
+from ray_ulysses.config.reference_to_checkpoint import Which
 from ray_ulysses.engine.base_fingerprint import model_fingerprint
 from ray_ulysses.engine.model import adapted_meta_model, build_model, torch_dtype
+from ray_ulysses.engine.plugins import load_plugins
 from ray_ulysses.engine.quantized_base import Quantized
 from ray_ulysses.engine.zero_state import FROZEN, named_tensors
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.stream import WeightReader, as_stored
+from ray_ulysses.inspect.run_data import with_planned_context
+from ray_ulysses.run.secrets_file import stored_config
+from ray_ulysses.run.settings import config_of_checkpoint
+from ray_ulysses.run.start_point import find_checkpoint
 from ray_ulysses.storage import Store
+from ray_ulysses.storage.place import Place
 
 
-def with_base(config: Config, manifest: Manifest) -> Manifest:
-    """Add the frozen weights to the description of a checkpoint of a run with ``model.base_dtype``.
+def open_checkpoint(run_dir: Place, which: Which, *, trust_run: bool) -> tuple[Config, Store, Manifest]:
+    """Return a run's configuration at a checkpoint, the checkpoint's store, and its manifest.
 
-    Only a `weight_reader` can read the result. Checkpoints of other runs are returned unchanged.
+    For a run with ``model.base_dtype``, the manifest describes the frozen weights too.
 
     Raises:
-        UserError: The model configuration can't be read.
+        UserError: The checkpoint does not exist, or the configuration of the run or the model can't be read.
+        RunError: The checkpoint is damaged, or its storage does not respond.
     """
+    config = stored_config(run_dir, trust_run=trust_run)
+    if trust_run:
+        load_plugins(config)
+    store, manifest = find_checkpoint(config, run_dir, which, trust_run=trust_run)
+    config = with_planned_context(config_of_checkpoint(config, manifest), run_dir, manifest.step)
     if config.model.base_dtype == "bf16":
-        return manifest
+        return config, store, manifest
+    # The checkpoint does not contain the frozen weights, so only a `weight_reader` can read them.
     named = named_tensors(adapted_meta_model(config, is_tied=bool(manifest.state.tied)))
     dtype = dtype_name(torch_dtype(config.model.dtype))
     frozen = {f"{FROZEN}/{name}": TensorSpec(shape=tuple(one.shape), dtype=dtype) for name, one in named.frozen}
-    return replace(
-        manifest, state=replace(manifest.state, tensors={**manifest.state.tensors, **frozen}, tied=named.tied)
-    )
+    state = replace(manifest.state, tensors={**manifest.state.tensors, **frozen}, tied=named.tied)
+    return config, store, replace(manifest, state=state)
 
 
 def weight_reader(config: Config, store: Store, manifest: Manifest) -> WeightReader:
-    """Return a reader of all weights in a manifest that `with_base` returned."""
+    """Return a reader of all weights in a manifest that `open_checkpoint` returned."""
     if config.model.base_dtype == "bf16":
         return WeightReader(store, manifest)
     return _QuantizedReader(config, store, manifest)

@@ -21,6 +21,7 @@ from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.model_source import find_model
+from ray_ulysses.evaluation.report import ModelRequest
 from ray_ulysses.run.preflight import prepare_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import Evaluated, StepDone
@@ -112,7 +113,7 @@ def test_an_adapter_is_trained_resumed_elsewhere_and_loaded_by_peft(
     merged = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto"))
     assert apart(adapted, before) > 1e-3, "nothing was learned"
     assert apart(logits_of(said_names["model"]), adapted) <= 1e-6
-    evaluated = find_model(run, is_run=True, dtype="fp32").build()
+    evaluated = find_model(ModelRequest(model=run, is_run=True, dtype="fp32")).build()
     assert apart(logits_of(evaluated), adapted) <= (1e-5 if dtype == "fp32" else 3e-2)
     # The merged weights are rounded once more in bf16.
     assert apart(merged, adapted) <= (1e-5 if dtype == "fp32" else 3e-2)
@@ -197,7 +198,7 @@ def test_a_quantized_base_survives_a_kill_and_another_world_and_another_base_is_
 
     for options in (["--out", str(tmp_path / "adapter")], ["--merge", "--out", str(tmp_path / "merged")]):
         assert run_cli(app, ["export", str(second.run_dir), *options]) == 0, capsys.readouterr().err
-    evaluated = find_model(second.run_dir, is_run=True, dtype="fp32").build()
+    evaluated = find_model(ModelRequest(model=second.run_dir, is_run=True, dtype="fp32")).build()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     assert apart(logits_of(evaluated), logits_of(merged)) <= 1e-5
 

@@ -20,6 +20,7 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.evaluation.model_source import find_model
+from ray_ulysses.evaluation.report import ModelRequest
 from ray_ulysses.tracking.events import RoutersMeasured, StepDone
 from ray_ulysses.tracking.history import read_history
 from tests.apart import relative
@@ -147,7 +148,7 @@ def test_a_run_counts_and_balances_as_a_plain_loop(
         assert step.dead_experts == sum(one.dead)
         assert step.router_entropy == pytest.approx(sum(entropies) / 2, rel=1e-5)
     assert_balanced(
-        biases_of(find_model(config.run_dir, is_run=True, dtype="fp32").build()),
+        biases_of(find_model(ModelRequest(model=config.run_dir, is_run=True, dtype="fp32")).build()),
         wanted.biases[num_steps - 1],
         num_steps,
     )
@@ -178,5 +179,5 @@ def test_biases_survive_a_kill_in_peer_memory(
     assert not (config.run_dir / "checkpoints").exists()
     assert train(config, "second", peer_memory=peer_memory) == ("finished", STEPS)
     assert [attempt.first_step for attempt in read_history(config.run_dir).attempts][1] > 13
-    trained = find_model(config.run_dir, is_run=True, dtype="fp32").build()
+    trained = find_model(ModelRequest(model=config.run_dir, is_run=True, dtype="fp32")).build()
     assert_balanced(biases_of(trained), wanted.biases[-1], STEPS)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ray_ulysses.evaluation.model_source import find_model
+from ray_ulysses.evaluation.report import ModelRequest
 from tests.unit.export.runs import assert_same
 from tests.unit.export.test_decoder_merge import make_run, make_whole, trained_decoder
 
@@ -18,7 +19,7 @@ from tests.unit.export.test_decoder_merge import make_run, make_whole, trained_d
 def test_a_multimodal_models_decoder_has_the_requested_weights(tmp_path: Path, trained: str, dtype: Any) -> None:
     decoder = trained_decoder(make_whole(tmp_path / "base", "gemma3", torch.bfloat16))
     make_run(tmp_path / "run", tmp_path / "base", decoder, dtype=trained)
-    found = find_model(tmp_path / "run", is_run=True, dtype=dtype).build()
+    found = find_model(ModelRequest(model=tmp_path / "run", is_run=True, dtype=dtype)).build()
     masters = {name: one.detach() for name, one in decoder.named_parameters()}
     assert any((one != one.bfloat16()).any() for one in masters.values())
     kind = torch.bfloat16 if (trained, dtype) == ("bf16", "model") else torch.float32

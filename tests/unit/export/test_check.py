@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.errors import RunError
 from ray_ulysses.evaluation.model_source import find_model
+from ray_ulysses.evaluation.report import ModelRequest
 from ray_ulysses.export.check import take_sample
 from ray_ulysses.run.secrets_file import stored_config
 from tests.breadth import fast_only
@@ -108,7 +109,7 @@ def test_a_checkpoint_before_a_branch_has_the_context_of_its_own_steps(tmp_path:
         report = export(run.folder, step=step, check=False)
         assert (report.context_tokens, report.max_positions) == (context, context)
         assert json.loads((Path(report.out) / "config.json").read_text())["max_position_embeddings"] == context
-        source = find_model(run.folder, is_run=True, step=step)
+        source = find_model(ModelRequest(model=run.folder, is_run=True, step=step))
         assert (source.context_tokens, source.config.data.context_tokens) == (context, context)
     for file in run.folder.glob("plan/segment-0000/plan.json"):
         file.write_text("torn")

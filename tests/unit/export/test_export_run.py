@@ -17,6 +17,7 @@ import ray_ulysses.export.export_run as module
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.export import frozen_base
 from ray_ulysses.export.report import ExportRequest
 from ray_ulysses.export.tensors import Stored, published_tensors
 from ray_ulysses.run.start_point import choose_checkpoint
@@ -160,7 +161,7 @@ def test_only_what_is_exported_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     request = ExportRequest(run_dir=tmp_path / "run", check=False)
     manifest = choose_checkpoint(store, "latest")
     before = store.bytes_read
-    monkeypatch.setattr(module, "find_checkpoint", lambda *_, **options: (store, manifest))
+    monkeypatch.setattr(frozen_base, "find_checkpoint", lambda *_, **options: (store, manifest))
     report = module.export_run(request, silent)
     weights = 2 * report.parameters
     # The rest are the manifest and checksum tables; neither moments nor master weights are read.

@@ -16,6 +16,7 @@ from ray_ulysses.engine.model import build_model, differs_from_stored
 from ray_ulysses.engine.quantized_base import dequantize_layers
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.model_source import find_model
+from ray_ulysses.evaluation.report import ModelRequest
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.config.trees import small_tree
 from tests.unit.export.runs import export, fields_of, write_checkpoint
@@ -63,7 +64,7 @@ def test_the_merged_and_the_evaluated_model_have_the_weights_that_were_trained(
 ) -> None:
     trained = make_run(tmp_path, kind, base_dtype, dtype, init).float()
     wanted = logits_of(trained)
-    evaluated = find_model(tmp_path / "run", is_run=True, dtype="fp32").build()
+    evaluated = find_model(ModelRequest(model=tmp_path / "run", is_run=True, dtype="fp32")).build()
     bound = 1e-5 * float(wanted.abs().max())
     assert float((logits_of(evaluated) - wanted).abs().max()) <= bound
 
@@ -86,14 +87,14 @@ def test_a_base_that_was_changed_since_is_refused_and_nothing_is_published(tmp_p
         export(tmp_path / "run", out=tmp_path / "merged", merge=True)
     assert not (tmp_path / "merged").exists()
     with pytest.raises(UserError, match=r"model\.path=.*base.*another fingerprint"):
-        find_model(tmp_path / "run", is_run=True).build()
+        find_model(ModelRequest(model=tmp_path / "run", is_run=True)).build()
     # The files of an adapter do not contain the base.
     assert export(tmp_path / "run", out=tmp_path / "adapter", check=False).parameters
 
 
 def test_a_checkpoint_without_frozen_weights_can_be_continued_with_a_quantized_base_only(tmp_path: Path) -> None:
     make_run(tmp_path, "llama", "nf4", "bf16")
-    found = find_model(tmp_path / "run", is_run=True)
+    found = find_model(ModelRequest(model=tmp_path / "run", is_run=True))
     assert found.checkpoint is not None
     whole = found.checkpoint[1].state
     stored = replace(whole, tensors={key: one for key, one in whole.tensors.items() if not key.startswith("frozen/")})
