@@ -184,9 +184,8 @@ def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
     config = stage_config(config, names.index(options.stage) if options.stage is not None else len(names) - 1)
     tree = config.model_dump(mode="json", exclude_unset=True)
     tree.pop("stages", None)
-    tree["run"] |= {"name": f"{config.run.name}-check-{stamp}", "stop_step": None, "eval_every_steps": None}
-    tree["run"] |= {"sample_every_steps": None, "early_stopping": None}
-    tree["run"] |= {"self_test": True, "profile": None}
+    off = dict.fromkeys(("stop_step", "eval_every_steps", "sample_every_steps", "early_stopping", "profile"))
+    tree["run"] |= {"name": f"{config.run.name}-check-{stamp}", "self_test": True, **off}
     if config.model.resume_from is not None and config.model.resume_state == "all":
         # The trial has its own plan.
         tree["model"] |= {"resume_state": "weights"}

@@ -20,8 +20,7 @@ NO_CORPUS = "no corpus is specified"
 """The rule that only `plan` may break."""
 
 
-def profiled_steps_come(config: Config) -> Iterator[Problem]:
-    """Yield a problem if the run will not reach a step to profile, or will not have a rank to profile."""
+def _profiled_steps_come(config: Config) -> Iterator[Problem]:
     profile, stop, most = config.run.profile, config.run.stop_step, config.cluster.workers.max
     if profile is None:
         return
@@ -33,8 +32,7 @@ def profiled_steps_come(config: Config) -> Iterator[Problem]:
         yield problem_of(config, "run.profile.ranks", rule, f"use ranks up to {most - 1}")
 
 
-def network_storage_has_a_server(config: Config) -> Iterator[Problem]:
-    """Yield a problem if MLflow would store an SQLite file on a network file system or in an object store."""
+def _network_storage_has_a_server(config: Config) -> Iterator[Problem]:
     is_remote = not isinstance(config.run_dir, Path)
     if not (is_remote or config.run.storage_kind == "nfs") or not mlflow_is_on(config.tracking):
         return
@@ -47,16 +45,14 @@ def network_storage_has_a_server(config: Config) -> Iterator[Problem]:
         yield problem_of(config, "tracking.uri", rule, hint)
 
 
-def event_files_have_a_path(config: Config) -> Iterator[Problem]:
-    """Yield a problem if TensorBoard would append to event files in an object store."""
+def _event_files_have_a_path(config: Config) -> Iterator[Problem]:
     if "tensorboard" in config.trackers and not isinstance(config.run_dir, Path):
         rule = f"TensorBoard appends to event files, which run.storage={config.run.storage} does not support"
         hint = "remove tensorboard, or set run.storage to a path that every node can access"
         yield problem_of(config, "tracking.trackers", rule, hint)
 
 
-def mlflow_reference_has_a_server(config: Config) -> Iterator[Problem]:
-    """Yield a problem if ``model.resume_from`` refers to MLflow, but the run is not tracked in MLflow."""
+def _mlflow_reference_has_a_server(config: Config) -> Iterator[Problem]:
     reference, tracking = config.model.resume_from, config.tracking
     if reference is None or mlflow_is_on(tracking) or not isinstance(parse_reference(reference), MlflowReference):
         return
@@ -505,8 +501,8 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _compiled_layers_are_whole,
     _quantized_base_is_frozen,
     _kernel_suits_the_device,
-    network_storage_has_a_server,
-    event_files_have_a_path,
-    mlflow_reference_has_a_server,
-    profiled_steps_come,
+    _network_storage_has_a_server,
+    _event_files_have_a_path,
+    _mlflow_reference_has_a_server,
+    _profiled_steps_come,
 )

@@ -15,7 +15,7 @@ from ray_ulysses.data.read.masking import Masking, document_key
 from ray_ulysses.data.tokenize.tokenizers import Tokenizer, load_tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.scoring import Passage
-from ray_ulysses.inspect.run_data import DATA_ERRORS, PlannedData, open_plan, planned_data
+from ray_ulysses.inspect.run_data import DATA_ERRORS, PlannedData, plan_if_readable, planned_data
 from ray_ulysses.storage.place import Place
 
 _GIVE = "specify a corpus of held-out documents, made by `ray-ulysses prepare`: --data CORPUS"
@@ -92,10 +92,8 @@ def _given(data: Place, run_dir: Place | None) -> HeldOut:
         corpora = open_sources([(str(data), None)])
     except UserError as error:
         raise UserError(f"--data={str(data)!r}: {error}") from error
-    try:
-        trained = () if run_dir is None else open_plan(run_dir).newest.sources
-    except DATA_ERRORS:
-        trained = ()
+    plan = None if run_dir is None else plan_if_readable(run_dir)
+    trained = () if plan is None else plan.newest.sources
     _refuse_other_tokens(data, corpora.corpora[0], trained)
     is_training_text = corpora.sources[0].fingerprint in {one.fingerprint for one in trained}
     words = f"all documents of {data}" + (", which the run was trained on" if is_training_text else "")

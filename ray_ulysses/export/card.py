@@ -9,7 +9,6 @@ from typing import Any
 
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.config import Config
-from ray_ulysses.data.plan.plan_files import load_plan_if_any
 from ray_ulysses.export.report import (
     ExportReport,
     TrainingFacts,
@@ -19,9 +18,8 @@ from ray_ulysses.export.report import (
     serve_line,
 )
 from ray_ulysses.export.sentences import MODULES_FILE
-from ray_ulysses.inspect.run_data import DATA_ERRORS
+from ray_ulysses.inspect.run_data import plan_if_readable
 from ray_ulysses.run.settings import flat_settings
-from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.storage.hub import is_id
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.place import Place
@@ -53,7 +51,7 @@ def training_facts(config: Config, manifest: Manifest, run_dir: Place) -> Traini
         manifest: The checkpoint.
         run_dir: The run's directory, whose plan and journal may be missing or damaged.
     """
-    model, prepare = config.model, config.data.prepare
+    model, prepare, plan = config.model, config.data.prepare, plan_if_readable(run_dir)
     base = str(model.path) if model.init == "pretrained" and model.path is not None else None
     sources = prepare.sources if prepare is not None and prepare.kind in ("auto", "datasets") else ()
     settings = config.model_dump(mode="json", include=_SETTINGS, exclude_none=True)
@@ -63,7 +61,7 @@ def training_facts(config: Config, manifest: Manifest, run_dir: Place) -> Traini
         base_model=base if base is not None and _is_on_the_hub(base) else None,
         datasets=tuple(one for one in sources if "/" in one and not Path(one).suffix and _is_on_the_hub(one)),
         license=None if base is None else _license_of(base),
-        planned_steps=_planned_steps(run_dir, manifest.step),
+        planned_steps=plan.num_steps if plan is not None and plan.num_steps >= manifest.step else None,
         loss=manifest.meta.metrics.get("loss"),
         validation=_validation(config, manifest, run_dir),
         settings={name: str(value) for name, value in flat_settings(settings).items() if value != []},
@@ -90,14 +88,6 @@ def _license_of(base: str) -> str | None:
     except Exception:  # somebody else's YAML raises errors of many types
         return None
     return found if isinstance(found, str) and _LICENSE.match(found) else None
-
-
-def _planned_steps(run_dir: Place, step: int) -> int | None:
-    try:
-        plan = load_plan_if_any(run_dir / PLAN_FOLDER)
-    except DATA_ERRORS:
-        return None
-    return plan.num_steps if plan is not None and plan.num_steps >= step else None
 
 
 def _validation(config: Config, manifest: Manifest, run_dir: Place) -> tuple[int, float] | None:

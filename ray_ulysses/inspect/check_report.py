@@ -12,7 +12,6 @@ from ray_ulysses.tracking.events import StepDone
 
 OUT_OF_MEMORY = "ran out of memory"
 """Text in the error message of a step that runs out of memory."""
-_GIB = 2**30
 _WARM_STEPS = 3
 """Number of initial steps that are excluded from the speed measurement."""
 _MOST_OF_PLANNED = 1.1
@@ -140,7 +139,7 @@ def _memory(trial: Trial) -> CheckLine:
 
 
 def _as_planned(trial: Trial) -> CheckLine:
-    peak, planned = _peak_gib(trial), trial.planned_bytes / _GIB
+    peak, planned = _peak_gib(trial), trial.planned_bytes / 2**30
     if peak is None or not trial.has_gpu:
         what = _NOT_REACHED if peak is None else f"{peak:.2f} GiB resident, including libraries"
         return CheckLine(name="memory as planned", holds=None, found=what, rule=f"planned {planned:.2f} GiB on a GPU")

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet, first_documents
-from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.data.tokenize.spans import mask_spans
 from ray_ulysses.data.tokenize.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer
@@ -23,7 +22,6 @@ from ray_ulysses.run.run_files import check_run
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.journal_reader import read_entries
-from ray_ulysses.tracking.steps import Entry
 
 TextMode = Literal["cut", "full", "none"]
 """Amount of a row's text to show: the head and the tail, all of it, or none."""
@@ -133,7 +131,13 @@ def report_row(
     check_run(run_dir)
     plan = open_plan(run_dir)
     entries = read_entries(run_dir)
-    _check_row(plan, entries, row)
+    if not 0 <= row < plan.num_rows:
+        steps = trained_steps(entries, plan).steps
+        done = f"; rows 0 to {steps[-1].rows[1] - 1} are trained so far" if steps else ""
+        raise UserError(
+            f"--row={row}: the plan {plan.plan_id} has rows 0 to {plan.num_rows - 1} in {plan.num_steps} steps{done}; "
+            "choose one of these rows"
+        )
     trained = trained_steps(entries, plan, row=row)
     number = plan.segment_of_row(row)
     segment = plan.segments[number]
@@ -157,17 +161,6 @@ def report_row(
         cost=int(stats.cost(segment.settings.token_cost)[0]),
         corpora=found,
         pieces=pieces,
-    )
-
-
-def _check_row(plan: Plan, entries: Sequence[Entry], row: int) -> None:
-    if 0 <= row < plan.num_rows:
-        return
-    trained = trained_steps(entries, plan)
-    done = f"; rows 0 to {trained.steps[-1].rows[1] - 1} are trained so far" if trained.steps else ""
-    raise UserError(
-        f"--row={row}: the plan {plan.plan_id} has rows 0 to {plan.num_rows - 1} in {plan.num_steps} steps{done}; "
-        "choose one of these rows"
     )
 
 

@@ -52,6 +52,13 @@ def open_plan(run_dir: Place, argument: str = "RUN") -> Plan:
     return plan
 
 
+def plan_if_readable(run_dir: Place) -> Plan | None:
+    """Return a run's data plan, or None if there is none or it can't be read."""
+    with contextlib.suppress(*DATA_ERRORS):
+        return load_plan_if_any(run_dir / PLAN_FOLDER)
+    return None
+
+
 def find_sources(
     run_dir: Place, plan: Plan, given: Sequence[Place] = (), *, trust_run: bool = False
 ) -> tuple[PlannedSource, ...]:
@@ -167,10 +174,7 @@ def with_planned_context(config: Config, run_dir: Place, step: int) -> Config:
 
     If there is no readable plan, the configuration is returned unchanged.
     """
-    try:
-        plan = load_plan_if_any(run_dir / PLAN_FOLDER)
-    except DATA_ERRORS:
-        plan = None
+    plan = plan_if_readable(run_dir)
     if plan is None or not 1 <= step <= plan.num_steps:
         return config
     context = plan.segments[plan.segment_of_step(step)].settings.context_tokens

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from ray_ulysses.logging import indented, one_line
 
 _COUNT_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-_GIB = 1 << 30
 _GAP = re.compile(r"\S {2,}")
 
 
@@ -26,7 +25,7 @@ def count(number: float) -> str:
 
 def size(num_bytes: float) -> str:
     """Format a size with three significant digits, in GiB or, below 0.1 GiB, in MiB."""
-    value, unit = num_bytes / _GIB, "GiB"
+    value, unit = num_bytes / 2**30, "GiB"
     if value < 0.0995:
         value, unit = value * 1024, "MiB"
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
