@@ -13,10 +13,11 @@ import yaml
 from benchmarks.runner import REPOSITORY, Benchmark, Record, columns, header, main, say
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.config.schema import with_settings
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.layouts import LayoutChoice, compare_layouts
 from ray_ulysses.planner.memory_terms import GIB
-from ray_ulysses.planner.search import choices, longest_contexts, with_settings
+from ray_ulysses.planner.search import choices, longest_contexts
 
 BASE = REPOSITORY / "configs" / "llama3-8b_16xh100_sp8-dp2_128k.yaml"
 LLAMA = {

@@ -10,9 +10,9 @@ import torch
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.config.schema import with_settings
 from ray_ulysses.engine.model import build_model, check_architecture
 from ray_ulysses.errors import ConfigError, UserError
-from ray_ulysses.planner.search import with_settings
 from ray_ulysses.run.preflight import report_run
 from ray_ulysses.run.settings import model_shape
 from tests.unit.attention.models import tiny_model

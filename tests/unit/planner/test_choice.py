@@ -8,9 +8,10 @@ import pytest
 
 from ray_ulysses.config import Config, parse_config
 from ray_ulysses.config.running import WorkerLimits
+from ray_ulysses.config.schema import with_settings
 from ray_ulysses.errors import ConfigError
 from ray_ulysses.planner.memory import configured_memory, fits
-from ray_ulysses.planner.search import chosen_settings, with_settings
+from ray_ulysses.planner.search import chosen_settings
 from tests.unit.planner.runs import llama_config, make_shape
 
 ONE_WORKER = {"cluster.workers": WorkerLimits(min=1, max=1), "parallel.sp_size": 1, "model.dtype": "fp32"}

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from ray_ulysses.config import Config, parse_config
+from ray_ulysses.config.schema import with_settings
 from ray_ulysses.config.stages import stage_config
 from ray_ulysses.elastic.causes import raised, root_cause
 from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.planner.problems import WORKER_BYTES
-from ray_ulysses.planner.search import with_settings
 from ray_ulysses.run.early_stopping import EarlyStopping
 from ray_ulysses.run.start_point import RunPosition
 from ray_ulysses.trainer import diagnostics, loop
