@@ -105,6 +105,7 @@ def test_a_change_without_the_flag_is_refused_and_changes_nothing(corpora: tuple
     assert content and content == files()
 
 
+@pytest.mark.slow
 def test_another_learning_rate_applies_from_the_branch_on(corpora: tuple[Path, Path], tmp_path: Path) -> None:
     ours = {"cluster__workers": WORLD, "schedule__kind": "constant", "schedule__warmup_steps": 0}
     assert train(before(tmp_path, corpora, **ours, run__stop_step=2), "one") == ("finished", 2)

@@ -150,6 +150,7 @@ def test_a_state_does_not_depend_on_secondary_shards(tmp_path: Path) -> None:
     exchange_states([Layout(world_size=2), Layout(world_size=4, secondary_size=2)], tmp_path)
 
 
+@pytest.mark.slow
 def test_adapters_of_experts_load_at_another_world_and_go_on(tmp_path: Path) -> None:
     layouts = [
         Layout(world_size=1, model="experts"),

@@ -78,6 +78,7 @@ def test_every_benchmark_has_a_quick_case(script: str) -> None:
         assert one.quick and set(one.quick) <= set(one.options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["checkpoints", "plan"])
 def test_a_small_case_of_a_scale_benchmark_meets_its_goals(script: str) -> None:
     command = [sys.executable, "-m", f"benchmarks.scale.{script}", "--quick"]

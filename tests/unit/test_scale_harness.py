@@ -30,7 +30,7 @@ def test_no_event_costs_the_coordinator_more_than_linearly_many_calls_and_bytes(
 @pytest.mark.parametrize(
     ("plant", "figures"),
     [
-        ("orders", {"sent_bytes per loss"}),
+        pytest.param("orders", {"sent_bytes per loss"}, marks=pytest.mark.slow),
         ("reduce", {"calls per join", "calls per loss", "calls per growth"}),
         ("messages", {"calls per beats", "calls per loss", "calls per growth"}),
     ],
