@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.layout import ParallelLayout, check_ring_size
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 Role = Literal["sp", "dp", "loss", "shard", "ulysses", "ring"]
 _Parts = tuple[Role, tuple[tuple[int, ...], ...]]

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 
 from ray_ulysses.elastic.outliers import Straggler, after_window
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.requests import exclude_nodes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ray_ulysses.storage.place import Place
-    from ray_ulysses.trainer.context import AttemptContext
-    from ray_ulysses.trainer.record import Recorder
-    from ray_ulysses.trainer.step import Flags
+from ray_ulysses.storage.place import Place
+from ray_ulysses.trainer.context import AttemptContext
+from ray_ulysses.trainer.record import Recorder
+from ray_ulysses.trainer.step import Flags
 
 WINDOW_S = 30.0
 """Minimum time between two measurements, in seconds. At most one measurement is made per step."""

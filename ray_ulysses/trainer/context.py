@@ -8,29 +8,24 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from ray_ulysses.checkpoint.errors import CheckpointError, StorageFailedError
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
-from ray_ulysses.checkpoint.messenger import TorchRankMessenger, agree
+from ray_ulysses.checkpoint.messenger import RankMessenger, TorchRankMessenger, agree
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.peer_memory import PeerMemoryStore
+from ray_ulysses.peer_memory.files import LentMemory
+from ray_ulysses.run.settings import ResolvedRun
 from ray_ulysses.run.takeover import takeover
 from ray_ulysses.run_names import PROBE_FOLDER, SESSION_FILE
 from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.storage.retry import is_transient
-from ray_ulysses.tracking.journal import claim_journal
+from ray_ulysses.tracking.journal import JournalWriter, claim_journal
 from ray_ulysses.trainer.diagnostics import Diagnostics
-
-if TYPE_CHECKING:
-    from ray_ulysses.checkpoint.messenger import RankMessenger
-    from ray_ulysses.peer_memory.files import LentMemory
-    from ray_ulysses.run.settings import ResolvedRun
-    from ray_ulysses.tracking.journal import JournalWriter
-    from ray_ulysses.trainer.worker import Worker
+from ray_ulysses.trainer.worker import Worker
 
 _log = get_logger(__name__)
 

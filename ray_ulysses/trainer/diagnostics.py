@@ -9,24 +9,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import _distributed_c10d
 
+from ray_ulysses.config.learning import ProfileSection
 from ray_ulysses.elastic.causes import OUT_OF_MEMORY
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.device import choose_device
 from ray_ulysses.planner.problems import MemoryPlace, shortage
+from ray_ulysses.planner.stages import Stage
+from ray_ulysses.run.settings import ResolvedRun
 from ray_ulysses.run_names import flight_record_key, memory_snapshot_key, profile_key
 from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.trainer.step import peak_memory_gib
-
-if TYPE_CHECKING:
-    from ray_ulysses.config.learning import ProfileSection
-    from ray_ulysses.planner.stages import Stage
-    from ray_ulysses.run.settings import ResolvedRun
 
 _RETRY_S = 5.0
 _RECORDED_STEPS = 2

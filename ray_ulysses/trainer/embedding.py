@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
-from ray_ulysses.engine.heads import contrastive_loss, contrastive_objective, document_vectors
+from ray_ulysses.attention.batch import ShardedBatch
+from ray_ulysses.data.read.reader import RowSlice
+from ray_ulysses.engine.heads import Pooling, contrastive_loss, contrastive_objective, document_vectors
+from ray_ulysses.parallel.layout import TileSetting
 from ray_ulysses.trainer.row_objectives import NUM_SUMS, ObjectiveLoss
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from ray_ulysses.attention.batch import ShardedBatch
-    from ray_ulysses.data.read.reader import RowSlice
-    from ray_ulysses.engine.heads import Pooling
-    from ray_ulysses.parallel.layout import TileSetting
 
 
 class EmbeddingObjective:

@@ -8,16 +8,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from ray_ulysses.config import Config
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.data.plan.steps import num_micro_batches
 from ray_ulysses.data.read.digest import add_digests
-from ray_ulysses.data.read.reader import RowReader
+from ray_ulysses.data.read.reader import RowReader, RowSlice
+from ray_ulysses.data.read.row_source import DirectSource
+from ray_ulysses.elastic.hang import Phase
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.optimizer import learning_rate
 from ray_ulysses.engine.plugins import Plugins, load_plugins
@@ -26,6 +30,7 @@ from ray_ulysses.engine.router_health import RouterWatch
 from ray_ulysses.engine.zero import build_engine, partition_config, prepare_process
 from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.mesh import SequenceMesh
+from ray_ulysses.planner.stages import Stage
 from ray_ulysses.run.early_stopping import EarlyStop, EarlyStopping
 from ray_ulysses.run.masks import read_masking
 from ray_ulysses.run.settings import last_step_of, resolve_run, warn_of_unused_shards, zero_settings
@@ -37,25 +42,15 @@ from ray_ulysses.trainer.diagnostics import MemoryRecorder, memory_explained
 from ray_ulysses.trainer.peer_memory_keeper import PeerMemoryKeeper
 from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.references import open_references
-from ray_ulysses.trainer.resume import AnotherStageError, find_state, read_early_stopping, resume
+from ray_ulysses.trainer.resume import AnotherStageError, StartingState, find_state, read_early_stopping, resume
+from ray_ulysses.trainer.row_objectives import RowObjective
 from ray_ulysses.trainer.run_objective import row_objective
-from ray_ulysses.trainer.sampling import open_sampler
+from ray_ulysses.trainer.sampling import Sampler, open_sampler
 from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
 from ray_ulysses.trainer.self_test import check_start
 from ray_ulysses.trainer.source_loss import SourceLosses
 from ray_ulysses.trainer.step import Flags, StepGuard, StepMeter, evaluate, train_step, with_requests
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
-    from ray_ulysses.data.plan.plan import Plan
-    from ray_ulysses.data.read.reader import RowSlice
-    from ray_ulysses.data.read.row_source import DirectSource
-    from ray_ulysses.elastic.hang import Phase
-    from ray_ulysses.planner.stages import Stage
-    from ray_ulysses.trainer.resume import StartingState
-    from ray_ulysses.trainer.row_objectives import RowObjective
-    from ray_ulysses.trainer.sampling import Sampler
-    from ray_ulysses.trainer.worker import Worker
+from ray_ulysses.trainer.worker import Worker
 
 Status = Literal["finished", "stopped", "resized", "stage"]
 

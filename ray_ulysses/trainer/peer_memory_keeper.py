@@ -6,35 +6,32 @@ import contextlib
 from collections import deque
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ray_ulysses.checkpoint.background import BackgroundSaver
+from ray_ulysses.checkpoint.background import BackgroundSaver, Saved
 from ray_ulysses.checkpoint.errors import CheckpointError
 from ray_ulysses.checkpoint.fence import is_overtaken, lineage_of
 from ray_ulysses.checkpoint.staging import Staging
+from ray_ulysses.checkpoint.state import HeldInterval
+from ray_ulysses.data.plan.plan import Cursor
 from ray_ulysses.elastic.causes import is_consequence
 from ray_ulysses.engine.zero_state import StateReader
 from ray_ulysses.logging import get_logger
+from ray_ulysses.peer_memory import PeerMemoryStore
 from ray_ulysses.run_names import ATTEMPT_FOLDER, CHECKPOINT_FOLDER, CHECKPOINT_KEY, claim_key, start_key, step_folder
+from ray_ulysses.storage import Store
+from ray_ulysses.trainer.context import AttemptContext
+from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.saving import (
     ABANDON_TIMEOUT_S,
     CLOSE_TIMEOUT_S,
+    StepOutcome,
     checkpoint_meta,
     is_final,
     steps_apart,
     unwritten_journal,
 )
-
-if TYPE_CHECKING:
-    from ray_ulysses.checkpoint.background import Saved
-    from ray_ulysses.checkpoint.state import HeldInterval
-    from ray_ulysses.data.plan.plan import Cursor
-    from ray_ulysses.peer_memory import PeerMemoryStore
-    from ray_ulysses.storage import Store
-    from ray_ulysses.trainer.context import AttemptContext
-    from ray_ulysses.trainer.record import Recorder
-    from ray_ulysses.trainer.saving import StepOutcome
-    from ray_ulysses.trainer.step import Flags
+from ray_ulysses.trainer.step import Flags
 
 _log = get_logger(__name__)
 _STALLS = 5

@@ -11,35 +11,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import psutil
 import torch
 
+from ray_ulysses.checkpoint import Damage
+from ray_ulysses.checkpoint.background import Saved
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.clock import Clock
+from ray_ulysses.data.plan.segment import EvaluationSet
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.parallel.layout import ParallelLayout
+from ray_ulysses.planner.stages import Stage
 from ray_ulysses.run.checkpoint_store import commit_fields, found_fields
 from ray_ulysses.run.early_stopping import EarlyStop
 from ray_ulysses.run.settings import flat_settings, versions
+from ray_ulysses.run.start_point import RunPosition
 from ray_ulysses.storage.background import BackgroundCalls
+from ray_ulysses.tracking.journal import JournalWriter
 from ray_ulysses.tracking.journal_lines import encode_record, is_durable
-from ray_ulysses.trainer.row_loss import combined
-from ray_ulysses.trainer.step import device_memory_gib
-
-if TYPE_CHECKING:
-    from ray_ulysses.checkpoint import Damage
-    from ray_ulysses.checkpoint.background import Saved
-    from ray_ulysses.data.plan.segment import EvaluationSet
-    from ray_ulysses.parallel.layout import ParallelLayout
-    from ray_ulysses.planner.stages import Stage
-    from ray_ulysses.run.start_point import RunPosition
-    from ray_ulysses.tracking.journal import JournalWriter
-    from ray_ulysses.trainer.context import AttemptContext
-    from ray_ulysses.trainer.row_loss import SetLoss
-    from ray_ulysses.trainer.sampling import Sampler
-    from ray_ulysses.trainer.step import StepResult
+from ray_ulysses.trainer.context import AttemptContext
+from ray_ulysses.trainer.row_loss import SetLoss, combined
+from ray_ulysses.trainer.sampling import Sampler
+from ray_ulysses.trainer.step import StepResult, device_memory_gib
 
 _AFTER_A_PAUSE = ("step", "attempt_ended")
 """Events that report how long training was paused for checkpoints since the previous such event."""

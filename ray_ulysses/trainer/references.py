@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ray_ulysses.attention.documents import on_device
+from ray_ulysses.config import Config
+from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.reference import read_reference
-from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource
+from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.reference import pinned_reference, reference_command, reference_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from ray_ulysses.config import Config
-    from ray_ulysses.data.corpus.corpus import Corpus
-    from ray_ulysses.data.plan.corpus_set import PlannedSource
-    from ray_ulysses.data.plan.rows import Piece
 
 
 class PairReferences:

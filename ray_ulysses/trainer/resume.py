@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ray_ulysses.checkpoint import (
     CheckpointError,
@@ -12,32 +12,26 @@ from ray_ulysses.checkpoint import (
     DamagedCheckpointError,
     FencedError,
     Manifest,
+    TensorPart,
     load_parts,
     set_aside,
 )
 from ray_ulysses.checkpoint.errors import UnreadableCheckpointError
 from ray_ulysses.checkpoint.fence import is_overtaken, start_attempt
 from ray_ulysses.checkpoint.load import verify_rest
-from ray_ulysses.checkpoint.state import begun_anew
+from ray_ulysses.checkpoint.state import StateDescription, begun_anew
 from ray_ulysses.config.reference_to_checkpoint import SETTING
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.engine.zero_state import import_state
 from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.planner.stages import stage_at
+from ray_ulysses.planner.stages import Stage, stage_at
 from ray_ulysses.run.early_stopping import EarlyStopping
-from ray_ulysses.run.start_point import RecoverySources, RunPosition
-from ray_ulysses.storage.retry import RetryPolicy
+from ray_ulysses.run.start_point import Candidate, RecoverySources, RunPosition, Source
+from ray_ulysses.storage.retry import RetryPolicy, Waiting
 from ray_ulysses.tracking.journal_reader import read_entries
-
-if TYPE_CHECKING:
-    from ray_ulysses.checkpoint import TensorPart
-    from ray_ulysses.checkpoint.state import StateDescription
-    from ray_ulysses.data.plan.plan import Plan
-    from ray_ulysses.planner.stages import Stage
-    from ray_ulysses.run.start_point import Candidate, Source
-    from ray_ulysses.storage.retry import Waiting
-    from ray_ulysses.trainer.context import AttemptContext
-    from ray_ulysses.trainer.record import Recorder
+from ray_ulysses.trainer.context import AttemptContext
+from ray_ulysses.trainer.record import Recorder
 
 T = TypeVar("T")
 _log = get_logger(__name__)

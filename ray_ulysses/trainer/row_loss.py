@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from ray_ulysses.attention.batch import ShardedBatch
+from ray_ulysses.data.read.reader import RowSlice
 from ray_ulysses.engine.loss import training_loss
-from ray_ulysses.trainer.row_objectives import NUM_SUMS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ray_ulysses.attention.batch import ShardedBatch
-    from ray_ulysses.data.read.reader import RowSlice
-    from ray_ulysses.engine.tiled_loss import TokenLoss
-    from ray_ulysses.parallel.layout import TileSetting
-    from ray_ulysses.trainer.row_objectives import RowObjective
+from ray_ulysses.engine.tiled_loss import TokenLoss
+from ray_ulysses.parallel.layout import TileSetting
+from ray_ulysses.trainer.row_objectives import NUM_SUMS, RowObjective
 
 NUM_ADDED = 2 + NUM_SUMS
 """Number of sums beside the loss."""

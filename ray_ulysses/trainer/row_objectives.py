@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ray_ulysses.attention.batch import ShardedBatch
+from ray_ulysses.data.read.reader import RowSlice
 from ray_ulysses.engine.heads import classification_loss
-from ray_ulysses.engine.preferences import preference_loss
-
-if TYPE_CHECKING:
-    from ray_ulysses.attention.batch import ShardedBatch
-    from ray_ulysses.data.read.reader import RowSlice
-    from ray_ulysses.engine.preferences import Preference
-    from ray_ulysses.parallel.layout import TileSetting
+from ray_ulysses.engine.preferences import Preference, preference_loss
+from ray_ulysses.parallel.layout import TileSetting
 
 NUM_SUMS = 6
 """Number of sums of an objective beside its loss."""

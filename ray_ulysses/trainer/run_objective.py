@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
+import torch
+
+from ray_ulysses.config import Config
 from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.rows import Piece
+from ray_ulysses.data.read.reader import RowReader, RowSlice
 from ray_ulysses.engine.preferences import preference_of
 from ray_ulysses.trainer.embedding import EmbeddingObjective
-from ray_ulysses.trainer.row_objectives import ClassObjective, LabeledObjective, PairObjective
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-
-    from ray_ulysses.config import Config
-    from ray_ulysses.data.plan.rows import Piece
-    from ray_ulysses.data.read.reader import RowReader, RowSlice
-    from ray_ulysses.trainer.row_objectives import RowObjective
+from ray_ulysses.trainer.row_objectives import ClassObjective, LabeledObjective, PairObjective, RowObjective
 
 
 def row_objective(

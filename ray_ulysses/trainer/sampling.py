@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,10 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.engine.loss import score_tokens
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.parallel.layout import TileSetting
+from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.run.sample_prompts import SamplePrompts, read_prompts
-
-if TYPE_CHECKING:
-    from ray_ulysses.parallel.layout import TileSetting
-    from ray_ulysses.parallel.mesh import SequenceMesh
-    from ray_ulysses.trainer.context import AttemptContext
-
+from ray_ulysses.trainer.context import AttemptContext
 
 _log = get_logger(__name__)
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ray_ulysses.checkpoint import CheckpointError, CheckpointMeta, FencedError, Retention
-from ray_ulysses.checkpoint.background import BackgroundSaver, not_begun
+from ray_ulysses.checkpoint.background import BackgroundSaver, Saved, not_begun
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.checkpoint.notice import Notice, NoticedSave, notice_asks
 from ray_ulysses.checkpoint.staging import Staging
+from ray_ulysses.checkpoint.state import HeldInterval
 from ray_ulysses.config.resume import resume_fingerprint, resume_settings
+from ray_ulysses.config.running import CheckpointSection
+from ray_ulysses.data.plan.plan import Cursor
 from ray_ulysses.elastic.causes import is_consequence, one_line
 from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.errors import FinalError, PeerError, UserError
@@ -21,20 +25,12 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import keep_rules
 from ray_ulysses.run.requests import RequestWatch
 from ray_ulysses.run.settings import versions
+from ray_ulysses.run.start_point import RunPosition
 from ray_ulysses.storage.retry import RetryPolicy
+from ray_ulysses.trainer.context import AttemptContext
+from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.step import Flags
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ray_ulysses.checkpoint.background import Saved
-    from ray_ulysses.checkpoint.state import HeldInterval
-    from ray_ulysses.config.running import CheckpointSection
-    from ray_ulysses.data.plan.plan import Cursor
-    from ray_ulysses.run.start_point import RunPosition
-    from ray_ulysses.trainer.context import AttemptContext
-    from ray_ulysses.trainer.record import Recorder
-    from ray_ulysses.trainer.worker import Worker
+from ray_ulysses.trainer.worker import Worker
 
 Reason = Literal["steps", "minutes", "request", "preemption", "retry", "end", "stop", "resize", "stage", "memory"]
 """The event that triggered a checkpoint."""

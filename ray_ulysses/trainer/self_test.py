@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from ray_ulysses.config import Config
 from ray_ulysses.elastic.causes import is_consequence
 from ray_ulysses.engine.encoder_shape import is_bidirectional
 from ray_ulysses.engine.model import torch_dtype
 from ray_ulysses.engine.model_config import planned_config
-from ray_ulysses.engine.self_test import SelfTestReport, run_self_test
+from ray_ulysses.engine.self_test import LinkTime, SelfTestReport, run_self_test
 from ray_ulysses.engine.self_test_attention import AttentionSettings
+from ray_ulysses.engine.zero import ZeroSettings
 from ray_ulysses.errors import PeerError, RunError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.parallel.mesh import Role, SequenceMesh
 from ray_ulysses.planner.throughput import GB, link_bandwidth
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ray_ulysses.config import Config
-    from ray_ulysses.engine.self_test import LinkTime
-    from ray_ulysses.engine.zero import ZeroSettings
-    from ray_ulysses.model_shape import ModelShape
-    from ray_ulysses.parallel.mesh import Role, SequenceMesh
-    from ray_ulysses.run.settings import ResolvedRun
-    from ray_ulysses.trainer.worker import Worker
+from ray_ulysses.run.settings import ResolvedRun
+from ray_ulysses.trainer.worker import Worker
 
 _FAR_BELOW = 0.5
 """Fraction of the planned bandwidth below which a link is reported. NVLink, InfiniBand and EFA are more than twice as

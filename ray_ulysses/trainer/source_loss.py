@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ray_ulysses.attention.documents import on_device
+from ray_ulysses.config.objective import Counts
 from ray_ulysses.data.plan.corpus_set import first_documents
+from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.segment import distinct_names
-from ray_ulysses.data.read.reader import IGNORE_INDEX
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from ray_ulysses.config.objective import Counts
-    from ray_ulysses.data.plan.plan import Plan
-    from ray_ulysses.data.read.reader import RowSlice
+from ray_ulysses.data.read.reader import IGNORE_INDEX, RowSlice
 
 
 class SourceLoss(NamedTuple):

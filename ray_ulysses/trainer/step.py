@@ -9,40 +9,34 @@ import resource
 import sys
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch, held_document_lengths
 from ray_ulysses.attention.documents import on_device, pack_documents
+from ray_ulysses.config.running import ElasticSection
 from ray_ulysses.data.fingerprint import mix_int
 from ray_ulysses.data.read.digest import MODULUS, add_digests, ranges_checksum, row_digest, to_int64
+from ray_ulysses.data.read.reader import RowSlice
 from ray_ulysses.elastic.outliers import WINDOW_STEPS, spike_bound
 from ray_ulysses.engine.loss import loss_scale
+from ray_ulysses.engine.router_health import LayerRouting, RouterWatch
+from ray_ulysses.engine.tiled_loss import TokenLoss
 from ray_ulysses.errors import FinalError, RunError
-from ray_ulysses.parallel.layout import held_ranges
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.parallel.layout import TileSetting, held_ranges
+from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops
 from ray_ulysses.run.requests import RequestWatch
 from ray_ulysses.trainer.row_loss import NUM_ADDED, SetLoss, row_loss
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from numpy.typing import NDArray
-
-    from ray_ulysses.config.running import ElasticSection
-    from ray_ulysses.data.read.reader import RowSlice
-    from ray_ulysses.engine.router_health import LayerRouting, RouterWatch
-    from ray_ulysses.engine.tiled_loss import TokenLoss
-    from ray_ulysses.model_shape import ModelShape
-    from ray_ulysses.parallel.layout import TileSetting
-    from ray_ulysses.parallel.mesh import SequenceMesh
-    from ray_ulysses.trainer.row_objectives import RowObjective
-    from ray_ulysses.trainer.source_loss import SourceLoss, SourceLosses
+from ray_ulysses.trainer.row_objectives import RowObjective
+from ray_ulysses.trainer.source_loss import SourceLoss, SourceLosses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from ray_ulysses.checkpoint.notice import Notice
 from ray_ulysses.clock import Clock, SystemClock
-
-if TYPE_CHECKING:
-    import torch
-
-    from ray_ulysses.checkpoint.notice import Notice
-    from ray_ulysses.data.plan.plan import Plan
-    from ray_ulysses.data.read.reader import RowReader
-    from ray_ulysses.data.read.row_source import DirectSource
-    from ray_ulysses.elastic.hang import Phase
-    from ray_ulysses.parallel.layout import ParallelLayout
-    from ray_ulysses.peer_memory.store import AgentAddresses
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.read.reader import RowReader
+from ray_ulysses.data.read.row_source import DirectSource
+from ray_ulysses.elastic.hang import Phase
+from ray_ulysses.parallel.layout import ParallelLayout
+from ray_ulysses.peer_memory.store import AgentAddresses
 
 SourceMaker = Callable[["Plan", "RowReader", "ParallelLayout", int], "DirectSource"]
 """Function that creates a rank's source of rows from ``(plan, reader, layout, rank)``."""
