@@ -44,14 +44,8 @@ class BackgroundSaver:
     is set on every rank, and earlier checkpoints are unaffected.
 
     Args:
-        store: Checkpoint store.
-        attempt: Number of the current attempt.
-        rank: Rank of this process.
-        world_size: Number of ranks.
         messenger: Connects the saver threads of all ranks. Its process group must not be used for anything else,
             because training runs collectives at the same time.
-        staging: Host buffers for copies of the state.
-        clock: Source of time.
         on_saved: Called on the saver's thread after each commit, before the next save starts.
         on_failed: Called on the saver's thread after each failed save.
         read_back: See `save_checkpoint`.

@@ -98,12 +98,8 @@ def begun_steps(store: Store) -> tuple[int, ...]:
 def for_each_step(steps: Iterable[int], look: Callable[[int], _Found]) -> list[_Found]:
     """Call `look` for each step and return the results in the same order.
 
-    The calls run in parallel, because on an object store each call waits for several requests.
-
-    Args:
-        steps: Steps to examine.
-        look: Examines one step. It should not return the manifest itself: at a large world size, a manifest occupies
-            2 MiB of memory, and a run may have a thousand manifests.
+    The calls run in parallel, because on an object store each call waits for several requests. `look` should not return
+    the manifest itself: at a large world size, a manifest occupies 2 MiB of memory, and a run may have a thousand.
     """
     with ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="ray-ulysses-steps") as threads:
         return list(threads.map(look, steps))
@@ -114,12 +110,9 @@ def newest_committed(
 ) -> Choice:
     """Find the newest committed checkpoint that is intact, without changing the store.
 
-    Args:
-        store: Checkpoint store.
-        depth: Depth of the examination. Only "content", which reads every byte, detects a flipped bit. With "sizes", a
-            flipped bit is detected on load, and the caller must then call this function again with `unless`.
-        unless: Steps to skip because they are known to be damaged.
-        lineage: The run's lineage; if None, it is read from `store`.
+    Only the depth "content", which reads every byte, detects a flipped bit. With "sizes", a flipped bit is detected on
+    load, and the caller must then call this function again with `unless`, the steps that are known to be damaged. If
+    `lineage` is None, it is read from `store`.
     """
     for _ in range(_MOST_LOOKS):
         whole, passed = None, []
@@ -180,9 +173,8 @@ def read_committed(store: Store, step: int) -> Manifest | Damage:
         cause = error.__cause__
         if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
             return _unreadable(step, MANIFEST_FILE, cause)
-        is_foreign = isinstance(error, ForeignManifestError)
-        is_absent = isinstance(cause, FileNotFoundError)
-        return Damage(step=step, reason=str(error), kind="foreign" if is_foreign else "damaged", is_absent=is_absent)
+        kind: Literal["foreign", "damaged"] = "foreign" if isinstance(error, ForeignManifestError) else "damaged"
+        return Damage(step=step, reason=str(error), kind=kind, is_absent=isinstance(cause, FileNotFoundError))
     return manifest
 
 
@@ -193,12 +185,7 @@ def set_aside(store: Store, damage: Damage, *, attempt: int) -> None:
     retention deletes them after the next commit. Nothing is changed if the checkpoint is only unreadable, if another
     version of ray-ulysses wrote it, or if another attempt has committed the step since the examination. In these cases
     the checkpoint stops being part of the run when the current attempt records its start. Only the process that holds
-    the run's claim may call this function.
-
-    Args:
-        store: The run's store.
-        damage: Result of the examination.
-        attempt: Number of the current attempt.
+    the run's claim may call this function. `attempt` is the number of the current attempt.
     """
     if damage.kind in ("unreadable", "foreign"):
         return

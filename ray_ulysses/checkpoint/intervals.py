@@ -48,11 +48,7 @@ def partition(num_elements: int, world_size: int, rank: int) -> tuple[int, int]:
 
 
 def check_cover(num_elements: Mapping[str, int], intervals: Sequence[Interval]) -> None:
-    """Check that the intervals contain each element of each tensor exactly once.
-
-    Args:
-        num_elements: Number of elements of each tensor, by key.
-        intervals: Stored intervals, in any order.
+    """Check that the intervals, in any order, contain each element of each tensor exactly once.
 
     Raises:
         CoverError: An element is missing or stored twice, or an interval belongs to an unknown tensor.
@@ -76,14 +72,9 @@ def check_cover(num_elements: Mapping[str, int], intervals: Sequence[Interval]) 
 
 
 def plan_reads(wanted: Sequence[Interval], stored: Sequence[Interval]) -> tuple[Read, ...]:
-    """Return the reads that fill each wanted element exactly once.
+    """Return the reads that fill each wanted element exactly once from stored intervals, which must not overlap.
 
-    Args:
-        wanted: Intervals that a rank needs.
-        stored: Intervals in the checkpoint, which must not overlap (see `check_cover`).
-
-    Returns:
-        The reads, ordered by stored interval so that files are read from front to back.
+    The reads are ordered by stored interval, so that files are read from front to back.
 
     Raises:
         CoverError: A wanted element is not stored.

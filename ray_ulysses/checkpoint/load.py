@@ -78,10 +78,7 @@ def plan_batches(
 ) -> list[Batch]:
     """Group reads into batches of at most `CHUNK_BYTES`, file by file and from front to back.
 
-    Args:
-        reads: Result of `intervals.plan_reads`.
-        stored: Shard and position of each stored interval, indexed by `Read.stored`.
-        starts: Index of each wanted part's first element in its flattened tensor.
+    `stored` is indexed by `Read.stored`. `starts` contains the index of each wanted part's first element in its tensor.
     """
     batches: list[Batch] = []
     held: list[ReadRange] = []
@@ -152,13 +149,8 @@ def load_parts(
     """Fill this rank's parts in place from a committed checkpoint.
 
     Blocks that contain requested elements are read in parallel and verified against their checksums. After an error,
-    some parts may already be overwritten. If `messenger` is given, all of its ranks must call this function.
-
-    Args:
-        store: The run's store.
-        manifest: Manifest of the checkpoint.
-        parts: 1-D tensors to fill, on any device and with the stored dtype.
-        messenger: Connects the ranks, so that all ranks raise if one fails.
+    some parts may already be overwritten. The parts are 1-D tensors, on any device and with the stored dtype. If
+    `messenger` is given, all of its ranks must call this function, and all of them raise if one fails.
 
     Returns:
         Number of bytes read.
@@ -182,15 +174,8 @@ def verify_rest(
 ) -> int:
     """Verify the shard headers and the tensors that no rank loaded; all ranks must call this function.
 
-    Each rank reads about the same number of bytes.
-
-    Args:
-        store: The run's store.
-        manifest: Manifest of the checkpoint.
-        loaded: Keys of the tensors whose parts this rank loaded. Together, all ranks' parts cover these tensors.
-        rank: Rank of this process.
-        world_size: Number of ranks.
-        messenger: Connects the ranks, so that all ranks raise if one fails.
+    Each rank reads about the same number of bytes, and all ranks raise if one fails. `loaded` contains the keys of the
+    tensors whose parts this rank loaded. Together, all ranks' parts cover these tensors.
 
     Returns:
         Number of bytes that this rank read.
@@ -306,12 +291,7 @@ class _Reader:
         self._pool.shutdown(cancel_futures=True)
 
     def submit(self, batch: Batch, parts: Sequence[TensorPart] = ()) -> Future[int]:
-        """Schedule the read of a batch; the future's result is the batch's size in bytes.
-
-        Args:
-            batch: Batch to read and verify.
-            parts: Parts that the batch's ranges fill. If empty, the bytes are only verified.
-        """
+        """Schedule the read of a batch into `parts`, or only its verification; the result is its size in bytes."""
         return self._pool.submit(self._read if parts else self._verify, batch, parts)
 
     def submit_header(self, shard: ShardEntry) -> Future[int]:

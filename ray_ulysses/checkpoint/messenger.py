@@ -60,10 +60,6 @@ def agree(messenger: RankMessenger, problem: str | None) -> str | None:
     """Combine the problems of all ranks into one text and return it on every rank, or None if there are none.
 
     All ranks must call this function, so that a failed rank does not leave the others waiting in a collective.
-
-    Args:
-        messenger: Connects the ranks.
-        problem: Problem of this rank, or None if this rank succeeded.
     """
     gathered = messenger.gather(problem)
     agreed: str | None = messenger.broadcast(None if gathered is None else join_problems(gathered))

@@ -62,12 +62,9 @@ class Committed:
 
 
 def steps_to_delete(committed: Mapping[int, Committed], *, newest: int, rules: KeepRules) -> tuple[int, ...]:
-    """Return the committed steps that no rule keeps, in ascending order.
+    """Return the steps of `committed` that no rule keeps, in ascending order.
 
-    Args:
-        committed: The run's checkpoints, by step.
-        newest: Step that was just committed. This step and later steps are always kept.
-        rules: Retention rules.
+    `newest` is the step that was just committed. This step and later steps are always kept.
 
     Raises:
         ValueError: `newest` is not committed.
@@ -134,12 +131,7 @@ def leftovers(
 
 
 class Retention:
-    """Deletes checkpoints that are no longer needed; used by one rank only, without concurrent calls.
-
-    Args:
-        store: The run's store.
-        rules: Retention rules.
-    """
+    """Deletes checkpoints that are no longer needed; used by one rank only, without concurrent calls."""
 
     def __init__(self, store: Store, rules: KeepRules) -> None:
         self._store = store

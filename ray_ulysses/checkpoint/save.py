@@ -35,20 +35,11 @@ def save_checkpoint(
 ) -> CheckpointRef:
     """Save and commit a checkpoint of the state after `step` steps.
 
-    All ranks must call this function, with the same `step`, `attempt` and `retry`.
-
-    Args:
-        store: The run's store.
-        step: Number of completed optimizer steps.
-        attempt: Number of the current attempt.
-        rank: Rank of this process.
-        world_size: Number of ranks.
-        state: This rank's parts. Rank 0's description is stored.
-        meta: The training loop's part of the checkpoint. Rank 0's value is stored.
-        messenger: Connects the ranks.
-        retry: Number of earlier saves of this step in this attempt; makes shard names unique.
-        obstacle: Reason why this rank must not save; if set, every rank raises an error with this reason.
-        read_back: Whether to read and verify the shard after writing; not needed if the store verifies writes.
+    All ranks must call this function, with the same `step`, `attempt` and `retry`. Each rank's parts are stored, with
+    rank 0's description of the state and rank 0's `meta`. `retry` is the number of earlier saves of this step in this
+    attempt, which makes shard names unique. If a rank must not save, `obstacle` is the reason, and every rank raises an
+    error with it. `read_back` means to read and verify the shard after writing; a store that verifies writes does not
+    need it.
 
     Raises:
         FencedError: A newer attempt has started.
@@ -83,17 +74,13 @@ def save_checkpoint(
     if problem is not None:
         if is_fenced:
             raise FencedError(problem) from cause
-        raise _failed(step, problem) from cause
+        error = CheckpointError(
+            f"the checkpoint of step {step} could not be saved: {problem}; the previous checkpoint is intact. Free "
+            "some space or repair the storage, then run the same command again to resume from the previous checkpoint"
+        )
+        error.reason = problem
+        raise error from cause
     return CheckpointRef(step=step, attempt=attempt, world_size=world_size)
-
-
-def _failed(step: int, problem: str) -> CheckpointError:
-    error = CheckpointError(
-        f"the checkpoint of step {step} could not be saved: {problem}; the previous checkpoint is intact. Free some "
-        f"space or repair the storage, then run the same command again to resume from the previous checkpoint"
-    )
-    error.reason = problem
-    return error
 
 
 def _write_own(
@@ -128,7 +115,11 @@ def _commit(store: Store, manifest: Manifest) -> _Outcome:
     try:
         manifest.shards.validate()
         manifest.check_cover()
-        _refuse_overtaken(store, manifest)
+        if is_overtaken(store, manifest.attempt):
+            raise FencedError(
+                f"the checkpoint of step {manifest.step} is not committed: an attempt newer than attempt "
+                f"{manifest.attempt} has taken over the run; no action is needed, because this attempt ends"
+            )
         content = manifest.to_bytes()
     except CoverError as error:
         return _Outcome(problem=f"the shards do not contain the complete state ({error})", cause=error, is_unused=True)
@@ -178,14 +169,6 @@ def _stored_bytes(store: Store, step: int) -> bytes | None:
         return store.read_whole(manifest_key(step))
     except OSError:
         return None
-
-
-def _refuse_overtaken(store: Store, manifest: Manifest) -> None:
-    if is_overtaken(store, manifest.attempt):
-        raise FencedError(
-            f"the checkpoint of step {manifest.step} is not committed: an attempt newer than attempt "
-            f"{manifest.attempt} has taken over the run; no action is needed, because this attempt ends"
-        )
 
 
 def _clear_dead(store: Store, manifest: Manifest) -> None:

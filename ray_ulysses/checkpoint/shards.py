@@ -78,13 +78,9 @@ def place_intervals(intervals: Sequence[tuple[Interval, int]], header_bytes: int
 
 
 def write_shard(store: Store, folder: str, file: str, parts: Sequence[TensorPart]) -> ShardEntry:
-    """Write a rank's parts to a new, durable shard and return its manifest entry.
+    """Write a rank's 1-D parts with distinct keys to a new, durable shard and return its manifest entry.
 
-    Args:
-        store: The run's store.
-        folder: Key of the checkpoint's folder.
-        file: Key of the new shard, relative to `folder`.
-        parts: 1-D parts with distinct keys; empty parts are skipped.
+    Empty parts are skipped. `file` is the key of the shard, relative to the checkpoint's `folder`.
 
     Raises:
         OSError: The write failed, and no file was created.
@@ -125,11 +121,7 @@ def read_sums(store: Store, folder: str, entry: ShardEntry) -> bytes:
 def find_damage(store: Store, folder: str, entry: ShardEntry, *, read_content: bool) -> str | None:
     """Describe the damage to a stored shard, or return None if the shard is intact.
 
-    Args:
-        store: The run's store.
-        folder: Key of the checkpoint's folder.
-        entry: The shard's entry in the manifest.
-        read_content: Whether to read every byte and compare checksums. If False, only the size is compared.
+    `read_content` means that every byte is read and checksums are compared. Otherwise only the size is compared.
 
     Raises:
         OSError: The shard can't be read, which does not mean that it is damaged.
@@ -183,14 +175,9 @@ def check_header(file: StoredFile, entry: ShardEntry) -> int:
 
 
 def check_blocks(entry: ShardEntry, stored: StoredInterval, sums: bytes, content: Buffer, start: int) -> None:
-    """Verify blocks of an interval against their checksums.
+    """Verify blocks of an interval with the shard's table of checksums.
 
-    Args:
-        entry: The shard's entry in the manifest.
-        stored: Position of the interval in the shard.
-        sums: The shard's table of block checksums.
-        content: Content of complete blocks.
-        start: Byte offset of `content` in the interval.
+    `content` consists of complete blocks and begins at byte `start` of the interval.
 
     Raises:
         ShardDamage: A block is damaged; the message specifies the first damaged block.
@@ -221,9 +208,7 @@ def safetensors_header(
 ) -> bytes:
     """Return the length field and JSON header of a safetensors file, padded with spaces to align the data.
 
-    Args:
-        tensors: Name, dtype, shape and size in bytes of each tensor, in file order.
-        metadata: Content of the ``__metadata__`` field.
+    `tensors` contains the name, dtype, shape and size in bytes of each tensor, in file order.
     """
     fields: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -240,8 +225,7 @@ def safetensors_header(
 def shard_layout(held: tuple[tuple[str, int, int, torch.dtype], ...]) -> tuple[bytes, tuple[StoredInterval, ...]]:
     """Return a shard's header and the positions of its intervals; cached, because all of a rank's shards are alike.
 
-    Args:
-        held: Key, start, number of elements and dtype of each interval.
+    `held` contains the key, start, number of elements and dtype of each interval.
     """
     import torch
 

@@ -106,9 +106,6 @@ class Staging:
 
         Does nothing if a free buffer is ready or if all buffers are allocated. `stage` must not be called concurrently.
 
-        Args:
-            intervals: Intervals of the state that will be staged.
-
         Raises:
             CheckpointError: The host has too little memory.
         """

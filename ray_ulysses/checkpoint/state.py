@@ -101,9 +101,7 @@ class StateDescription:
 def begun_anew(description: StateDescription, *, with_optimizer: bool) -> StateDescription:
     """Return the description for a new run that starts from a stored state, without hyperparameters and counters.
 
-    Args:
-        description: Description of the stored state.
-        with_optimizer: Whether to keep the optimizer's moments and its step count, which bias correction needs.
+    `with_optimizer` keeps the optimizer's moments and its step count, which bias correction needs.
     """
     tensors = description.tensors
     return StateDescription(

@@ -151,12 +151,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def root_cause(errors: Sequence[RankError], *, is_final: bool = False) -> Cause:
-    """Return the cause of a failed attempt, given how its ranks ended.
-
-    Args:
-        errors: One error for each rank that has ended; at least one.
-        is_final: Whether the failure would recur after a restart of the workers.
-    """
+    """Return the cause of a failed attempt, given one error for each rank that has ended; at least one."""
     first = min(errors, key=_order)
     ranks = sorted(error.rank for error in errors if (error.kind, error.what) == (first.kind, first.what))
     where = f" on {first.node}" if first.node else ""

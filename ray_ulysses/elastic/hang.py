@@ -94,9 +94,7 @@ _MOST_LISTED = 8
 def step_bound_s(step_seconds: Sequence[float], limits: HangLimits) -> float:
     """Return the longest tolerated time without progress in a step: 5 times the 99th percentile of recent steps.
 
-    Args:
-        step_seconds: Durations of this attempt's steps, without evaluations and saves, newest last.
-        limits: The limits.
+    ``step_seconds`` contains the durations of this attempt's steps, without evaluations and saves, newest last.
     """
     recent = sorted(step_seconds[-RECENT_STEPS:])
     if not recent:

@@ -66,8 +66,7 @@ class CloudNotice:
 def provider_of(firmware: Mapping[str, str]) -> Provider | None:
     """Return a machine's cloud provider, detected from its firmware, or None if it belongs to no known cloud.
 
-    Args:
-        firmware: Readable files of Linux's ``/sys/class/dmi/id``, by name. cloud-init checks the same files.
+    The firmware consists of the readable files of Linux's ``/sys/class/dmi/id``, which cloud-init also checks, by name.
     """
     if firmware.get("product_name") == "Google Compute Engine":
         return "gcp"
@@ -125,11 +124,9 @@ def gcp_maintenance(answer: Answer) -> CloudNotice | None:
 
 
 def azure_events(answer: Answer, machine: str) -> CloudNotice | None:
-    """Return the earliest notice for a machine in a response of ``scheduledevents``.
+    """Return the earliest notice for a machine, by name, in a response of ``scheduledevents``.
 
-    Args:
-        answer: The response, which lists the events of all machines in an availability set or scale set.
-        machine: Name of this machine.
+    The response lists the events of all machines in an availability set or scale set.
     """
     events = _object(answer).get("Events")
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):

@@ -37,12 +37,10 @@ class Straggler:
 
 
 def after_window(slow: Sequence[Straggler], compute_s: Mapping[int, float]) -> tuple[Straggler, ...]:
-    """Return the ranks that were slow in the next window of steps, by rank.
+    """Return the ranks that were slow in the next window of steps, by rank, given those of the previous window.
 
-    Args:
-        slow: Slow ranks of the previous window.
-        compute_s: Seconds of each rank's own compute, without waits for other ranks, by rank. Divided by the rank's
-            share of the work if shares differ. A rank that is missing restarts at zero windows.
+    ``compute_s`` contains the seconds of each rank's own compute, without waits for other ranks, divided by the rank's
+    share of the work if shares differ. A rank that is missing restarts at zero windows.
     """
     windows = {one.rank: one.windows for one in slow}
     middle = median_low(compute_s.values()) if compute_s else 0.0
@@ -64,8 +62,7 @@ _LEAST_SPREAD = 0.01
 def spike_bound(losses: Sequence[float], mads: float) -> float | None:
     """Return the loss above which the next step is a spike: median + ``mads`` x median absolute deviation.
 
-    Returns:
-        The bound, or None if there are too few steps.
+    The result is None if there are too few steps.
     """
     window = losses[-WINDOW_STEPS:]
     if len(window) < LEAST_STEPS:

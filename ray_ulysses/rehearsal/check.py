@@ -50,11 +50,7 @@ def report_rehearsal(
     counted = {step.step: step.loss for step in history.steps}
     others = {} if unbroken is None else {step.step: step.loss for step in read_history(unbroken).steps}
     retrained = compare_losses(_pairs_of_retrained(events))
-    beside = (
-        None
-        if unbroken is None
-        else compare_losses((s, counted[s], others[s]) for s in sorted(counted.keys() & others))
-    )
+    pairs = ((step, counted[step], others[step]) for step in sorted(counted.keys() & others))
     lost, repeated = count_rows([step.rows for step in history.steps])
     report = RehearsalReport(
         name=history.name,
@@ -69,7 +65,7 @@ def report_rehearsal(
         data_digest=history.data_digest,
         recoveries=found,
         retrained=retrained,
-        unbroken=beside,
+        unbroken=None if unbroken is None else compare_losses(pairs),
         samples=_samples(counted, others, found, events),
         tolerance=tolerance,
         problems=(),
@@ -84,11 +80,7 @@ def relative_difference(ours: float, theirs: float) -> float:
 
 
 def compare_losses(pairs: Iterable[tuple[int, float, float]]) -> LossComparison:
-    """Return the largest relative difference among pairs of losses.
-
-    Args:
-        pairs: Tuples of (step, loss, loss to compare with).
-    """
+    """Return the largest relative difference among tuples of (step, loss, loss to compare with)."""
     differences = [(relative_difference(ours, theirs), step) for step, ours, theirs in pairs]
     if not differences:
         return LossComparison()

@@ -131,12 +131,9 @@ class _Attempt:
 def recoveries(
     events: Iterable[Event], injected: Sequence[InjectedFault], *, most: int | None = None
 ) -> tuple[Recovery, ...]:
-    """Return the recovery from each fault. Fields that the journal does not record are None.
+    """Return the recovery from each fault, in order. Fields that the journal does not record are None.
 
-    Args:
-        events: The run's journal.
-        injected: The injected faults, in order.
-        most: Maximum number of workers of the run; None if unknown.
+    ``most`` is the maximum number of workers of the run; None if unknown.
     """
     formed: dict[int, float] = {}
     attempts: dict[int, _Attempt] = {}

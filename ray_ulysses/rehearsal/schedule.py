@@ -87,8 +87,7 @@ def parse_seconds(text: str) -> float | None:
 def parse_faults(text: str) -> tuple[tuple[Fault, ...], tuple[str, ...]]:
     """Parse a schedule. Return the faults, ordered by time, and the problems found.
 
-    Args:
-        text: Faults such as ``40s kill-node``, separated by commas or line breaks; ``#`` starts a comment.
+    Faults such as ``40s kill-node`` are separated by commas or line breaks, and ``#`` starts a comment.
     """
     faults, problems = [], []
     lines = (line.partition("#")[0] for line in text.splitlines())
@@ -113,9 +112,7 @@ def parse_faults(text: str) -> tuple[tuple[Fault, ...], tuple[str, ...]]:
 def schedule_problems(faults: Sequence[Fault], targets: FaultTargets) -> tuple[str, ...]:
     """Return a problem for each fault that can't be injected or would leave too few workers for the run.
 
-    Args:
-        faults: The faults, ordered by time.
-        targets: The cluster. The largest remaining node is assumed to be lost first.
+    The faults are ordered by time. The largest remaining node is assumed to be lost first.
     """
     problems = []
     left, lost = sorted(targets.rooms), []
@@ -144,12 +141,8 @@ def random_schedule(
 ) -> tuple[Fault, ...]:
     """Generate a random schedule that a run can survive. The result is deterministic.
 
-    Args:
-        seed: Random seed.
-        every_s: Mean time between faults, in seconds. Each interval is 0.5 to 1.5 times this value.
-        for_s: Latest time of a fault, in seconds after the run's first step.
-        targets: The cluster.
-        kinds: Kinds of faults to choose from. Kinds that are impossible at a given time are skipped.
+    The mean time between faults is ``every_s``, and each interval is 0.5 to 1.5 times as long. The latest time of a
+    fault is ``for_s`` after the run's first step. Kinds that are impossible at a given time are skipped.
     """
     draw = random.Random(seed)
     faults: tuple[Fault, ...] = ()
