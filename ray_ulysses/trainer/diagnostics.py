@@ -134,10 +134,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not isinstance(error, RunError) and bool(_TEXT.search(str(error)))
 
 
-def _is_of_host(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
-
-
 @contextmanager
 def memory_explained(
     run: ResolvedRun, stage: Stage, diagnostics: Diagnostics, recorder: MemoryRecorder, step: int | None
@@ -152,7 +148,8 @@ def memory_explained(
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        place: MemoryPlace = "process" if device.type != "cuda" else "host" if _is_of_host(error) else "device"
+        is_of_host = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+        place: MemoryPlace = "process" if device.type != "cuda" else "host" if is_of_host else "device"
         measured = device if place == "device" else torch.device("cpu")
         what = "allocated" if measured.type == "cuda" else "resident"
         peak_gib = peak_memory_gib(measured)

@@ -116,7 +116,8 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
     plugins = load_plugins(config)
     context, journal = open_attempt(resolve_run(config, worker.world_size), worker)
     worker.on_hang(context.diagnostics.leave_flight_record)
-    recorder = Recorder.open(context, journal)
+    recorder = Recorder(context, journal)
+    recorder.phase("opening the data")
     # Rank 0's warnings reach the user through the journal, because worker logs stay on their nodes.
     with warnings_forwarded(recorder.warned if worker.rank == 0 else None):
         try:

@@ -106,7 +106,7 @@ class PeerMemoryKeeper:
 
     def flags(self, own: Flags) -> Flags:
         """Return ``own`` with this rank's peer-memory flags set."""
-        if self._saver is None:
+        if self._saver is None or self._staging is None:
             return own
         self._num_steps += 1
         failure = self._saver.failure
@@ -118,7 +118,7 @@ class PeerMemoryKeeper:
             _log.warning("this attempt no longer uses peer memory: %s", failure)
         apart = steps_apart(self._step_s, min(self._stalls_s), self._saver.failures)
         is_due = self._worker.rank == 0 and self._is_ready and self._num_steps >= apart
-        return replace(own, memory_due=is_due, memory_busy=not self._can_stage)
+        return replace(own, memory_due=is_due, memory_busy=not (self._saver.is_idle and self._staging.is_ready))
 
     def before_update(self) -> None:
         """Make the next weight update wait for state copies that are in progress."""
@@ -162,11 +162,6 @@ class PeerMemoryKeeper:
         """
         failure = None if self._saver is None else self._saver.failure
         return self._has_saved and (failure is None or is_consequence(failure))
-
-    @property
-    def _can_stage(self) -> bool:
-        assert self._saver is not None and self._staging is not None
-        return self._saver.is_idle and self._staging.is_ready
 
     def _read(self, engine: Any) -> StateReader:
         """Return the state reader, which is created only once because finding the model's tensors is slow."""

@@ -69,11 +69,7 @@ _UNAVAILABLE: Final = (OSError, RuntimeError)
 
 
 class SystemMeter:
-    """Measures this node's load in less than a millisecond.
-
-    Args:
-        device: This process's device. GPU memory usage includes other processes.
-    """
+    """Measures this node's load in less than a millisecond. GPU memory usage includes other processes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -170,25 +166,8 @@ class Recorder:
         if journal is not None:
             self._calls = BackgroundCalls("journal", tick=self._tend, every_s=_TEND_EVERY_S, clock=context.worker.clock)
 
-    @classmethod
-    def open(cls, context: AttemptContext, journal: JournalWriter | None) -> Recorder:
-        """Return a recorder after recording the first start-up phase.
-
-        Args:
-            context: The attempt's context.
-            journal: The attempt's journal on rank 0, or None on other ranks.
-        """
-        recorder = cls(context, journal)
-        recorder.phase("opening the data")
-        return recorder
-
     def phase(self, name: str, part: Literal["build", "load"] = "build") -> None:
-        """Record a start-up phase. Start-up phases are displayed until the first step.
-
-        Args:
-            name: Description of the phase.
-            part: Part of the start-up to which the phase's duration is added.
-        """
+        """Record a start-up phase, which is displayed until the first step; its duration is added to ``part``."""
         self._context.worker.beat("start", 0)
         self._append("phase", phase=name, part=part, **self._context.worker.command())
 
@@ -226,14 +205,7 @@ class Recorder:
         self._insist()
 
     def step_done(self, step: int, result: StepResult, rows: range, metrics: Mapping[str, float]) -> None:
-        """Record a step.
-
-        Args:
-            step: Number of completed steps.
-            result: The step's result.
-            rows: The step's rows, by global number.
-            metrics: The step's metrics from `StepMeter`.
-        """
+        """Record a step with its rows, by global number, and its metrics from `StepMeter`."""
         self._direct_rows += result.direct_rows
         if self._awaits_stream and result.direct_rows == 0:
             self._awaits_stream = False
@@ -279,14 +251,7 @@ class Recorder:
         self._source_sums = {}
 
     def evaluated(self, step: int, sets: Sequence[EvaluationSet], found: Sequence[SetLoss], seconds: float) -> float:
-        """Record an evaluation, and return its mean loss over the tokens, pairs or documents of all sets.
-
-        Args:
-            step: Number of completed steps.
-            sets: The evaluation sets.
-            found: The result of each set.
-            seconds: Duration of the evaluation.
-        """
+        """Record an evaluation, and return its mean loss over the tokens, pairs or documents of all sets."""
         total, counts = combined(found), self._context.run.config.objective.counts
         corpora = [
             {"name": one.name, "path": one.path, **_evaluated(of_set, counts)}

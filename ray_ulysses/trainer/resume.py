@@ -109,7 +109,10 @@ def resume(engine: Any, start: StartingState, context: AttemptContext, recorder:
         place = {"storage": "", "peer memory": " from peer memory", "another run": " of another run"}[source]
         recorder.phase(f"loading step {step}{place}", "load")
         try:
-            _load(engine, _as_stage_begins(chosen, start.stage), context, verify_all=source != "another run")
+            # A stage that resets the optimizer begins without its moments.
+            is_reset = start.stage.begins_anew and chosen.position.step == start.stage.first_step
+            state = begun_anew(chosen.state, with_optimizer=False) if is_reset else chosen.state
+            _load(engine, replace(chosen, state=state), context, verify_all=source != "another run")
             break
         except DamagedCheckpointError as error:
             if source == "peer memory":
@@ -145,13 +148,6 @@ def resume(engine: Any, start: StartingState, context: AttemptContext, recorder:
     position = RunPosition() if chosen is None else chosen.position
     _start(context, recorder, position.step, sources.passed)
     return position
-
-
-def _as_stage_begins(chosen: Candidate, stage: Stage) -> Candidate:
-    """Return the state, dropping optimizer moments if a stage that resets the optimizer starts from the state."""
-    if not stage.begins_anew or chosen.position.step != stage.first_step:
-        return chosen
-    return replace(chosen, state=begun_anew(chosen.state, with_optimizer=False))
 
 
 def _choose(sources: RecoverySources, context: AttemptContext) -> Candidate | None:

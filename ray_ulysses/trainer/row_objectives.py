@@ -39,13 +39,9 @@ class RowObjective(Protocol):
     ) -> Iterable[RowSlice]:
         """Return the slices of a step or an evaluation, after computing what their losses have in common.
 
-        All ranks must call this method before `loss`, with the same number of slices.
-
-        Args:
-            engine: The engine.
-            slices: This rank's slices.
-            batch_of: Returns a slice as a batch, with the random state of its row.
-            ends: The row after the last of each set of rows whose losses are independent.
+        All ranks must call this method before `loss`, with the same number of slices. ``batch_of`` returns a slice as a
+        batch, with the random state of its row. ``ends`` contains the row after the last of each set of rows whose
+        losses are independent.
         """
         ...
 
@@ -58,17 +54,23 @@ class RowObjective(Protocol):
         ...
 
 
+class _RowByRow:
+    """Base of objectives whose slices need no preparation."""
+
+    __slots__ = ()
+
+    def prepared(self, engine: Any, slices: Iterable[RowSlice], *_: Any) -> Iterable[RowSlice]:
+        """See `RowObjective.prepared`."""
+        return slices
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PairObjective:
+class PairObjective(_RowByRow):
     """A loss of pairs of answers."""
 
     preference: Preference
     reference: Callable[[RowSlice], torch.Tensor] | None
     """Returns the log-probability of each answer of a row under the reference model, fp64, if the loss needs it."""
-
-    def prepared(self, engine: Any, slices: Iterable[RowSlice], *_: Any) -> Iterable[RowSlice]:
-        """See `RowObjective.prepared`."""
-        return slices
 
     def loss(self, engine: Any, batch: ShardedBatch, row: RowSlice, tile: TileSetting) -> ObjectiveLoss:
         """See `RowObjective.loss`."""
@@ -94,7 +96,7 @@ class PairObjective:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LabeledObjective:
+class LabeledObjective(_RowByRow):
     """A loss of answers that are labeled as desirable or not (KTO)."""
 
     preference: Preference
@@ -102,10 +104,6 @@ class LabeledObjective:
     """See `PairObjective.reference`."""
     classes: Callable[[RowSlice], Sequence[str]]
     """Returns the class of each document of a row, ``true`` if it is desirable."""
-
-    def prepared(self, engine: Any, slices: Iterable[RowSlice], *_: Any) -> Iterable[RowSlice]:
-        """See `RowObjective.prepared`."""
-        return slices
 
     def loss(self, engine: Any, batch: ShardedBatch, row: RowSlice, tile: TileSetting) -> ObjectiveLoss:
         """See `RowObjective.loss`."""
@@ -133,17 +131,13 @@ class LabeledObjective:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClassObjective:
+class ClassObjective(_RowByRow):
     """The cross-entropy of documents' classes."""
 
     classes: tuple[str, ...]
     """Names of the classes in the order of the model's outputs."""
     classes_of: Callable[[RowSlice], Sequence[str]]
     """Returns the class of each document of a row."""
-
-    def prepared(self, engine: Any, slices: Iterable[RowSlice], *_: Any) -> Iterable[RowSlice]:
-        """See `RowObjective.prepared`."""
-        return slices
 
     def loss(self, engine: Any, batch: ShardedBatch, row: RowSlice, tile: TileSetting) -> ObjectiveLoss:
         """See `RowObjective.loss`."""

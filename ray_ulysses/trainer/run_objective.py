@@ -23,12 +23,8 @@ def row_objective(
 ) -> RowObjective | None:
     """Return a run's objective of documents, or None if the run's loss is a mean over tokens.
 
-    Args:
-        config: The configuration.
-        reader: A reader of the rows' corpora.
-        pieces: Returns the documents of a row.
-        references: Returns the log-probability of each answer of a row's pairs under the reference model, if the loss
-            needs it.
+    ``pieces`` returns the documents of a row. ``references`` returns the log-probability of each answer of a row's
+    pairs under the reference model, if the loss needs it.
     """
     preference = preference_of(config)
     if config.objective.counts == "tokens":

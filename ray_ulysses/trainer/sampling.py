@@ -47,12 +47,7 @@ class Sampler:
     ) -> list[list[int]]:
         """Return each prompt's continuation. All ranks must call this function. The engine's state is unchanged.
 
-        Args:
-            engine: The engine that trains the model.
-            mesh: The mesh.
-            device: Device for the batches.
-            tile: Number of tokens per rank whose logits exist at a time.
-            beat: Called before each forward pass.
+        ``tile`` is the number of tokens per rank whose logits exist at a time. ``beat`` is called before each forward.
         """
         engine.eval()
         try:
