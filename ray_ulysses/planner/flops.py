@@ -25,13 +25,9 @@ _PEAK_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
 
 
 def peak_bf16_flops(device_name: str | None) -> float | None:
-    """Return the dense bf16 peak of one device, in FLOP/s.
+    """Return the dense bf16 peak of a device in FLOP/s, given its name from ``torch.cuda.get_device_name()``.
 
-    Args:
-        device_name: Name from ``torch.cuda.get_device_name()``, or None on a CPU.
-
-    Returns:
-        The peak, or None on a CPU or an unknown device. No MFU is reported without a peak.
+    The result is None on a CPU, which has no name, or an unknown device. No MFU is reported without a peak.
     """
     if device_name is None:
         return None
@@ -52,10 +48,7 @@ def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> f
     Frozen parameters have no gradients and take ``4 N``. Only the experts to which a token is routed are included. A
     layer that is used several times is included once per use. A recurrence takes 6 FLOPs per multiply-add.
 
-    Args:
-        shape: The model's shape.
-        tokens: Number of tokens, without padding.
-        sum_squared_lengths: Sum of the squared lengths in tokens of all documents, or of their pieces in rows.
+    The tokens exclude padding. The squared lengths are those of all documents, or of their pieces in rows.
     """
     multiply_adds = shape.layer_multiply_adds + shape.embedding_parameters
     attention = 6 * shape.attention_width * sum_squared_lengths

@@ -48,13 +48,9 @@ def compare_layouts(
 
     On several nodes, each layout is compared without and with secondary shards of the weights. With ``memory.plan:
     auto``, the planner chooses the memory settings of each layout. Layouts with the same time are ordered by the number
-    of changes, then by memory. The result is empty if nothing fits, or if the device has no known rates.
-
-    Args:
-        config: The configuration.
-        shape: The model's shape.
-        settled: The settings of the stored plan of a run that has begun, whose padding limits the layouts.
-        stored: The stored configuration of a run that has begun, whose memory settings are kept if they fit.
+    of changes, then by memory. The result is empty if nothing fits, or if the device has no known rates. For a run that
+    has begun, ``settled`` are the settings of the stored plan, whose padding limits the layouts, and ``stored`` is the
+    stored configuration, whose memory settings are kept if they fit.
     """
     cluster = config.cluster
     secondary: list[Settings] = [{}]

@@ -263,15 +263,8 @@ def shortage(
     """Describe planned and measured memory, the largest terms, and the nearest settings that take less memory.
 
     The measured peak is taken as the memory that is available. Proposed settings must fit into the peak in the failed
-    stage. If the estimate was below the peak, they must also take a tenth less than planned.
-
-    Args:
-        config: The run's configuration.
-        shape: The model's shape.
-        peak_gib: Peak memory of the process before the failure, in GiB.
-        what: Participle that describes the measured memory, such as ``allocated``.
-        stage: Index of the failed stage.
-        place: Where memory ran out.
+    stage. If the estimate was below the peak, they must also take a tenth less than planned. ``what`` is a participle
+    that describes the measured memory, such as ``allocated``.
     """
     terms, needed = _needed(configured_memory(stage_config(config, stage), shape), place)
     planned_gib = needed / GIB

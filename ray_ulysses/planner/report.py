@@ -254,16 +254,9 @@ def build_report(
 ) -> PlanReport:
     """Build the report of a run or of one of its stages.
 
-    Args:
-        config: Configuration of the run or, if ``stage`` is given, of the stage.
-        shape: The model's shape.
-        corpora: The prepared corpora, or synthetic documents if no corpus is prepared.
-        plan: The data plan.
-        changed: Problems with resuming the existing run with these settings.
-        chosen: Settings that the planner has chosen.
-        stage: The stage to report on.
-        run: The run's configuration, if ``config`` is a stage's.
-        settled: The stored settings of a run that has begun; None for a new run.
+    Without a prepared corpus, ``corpora`` are synthetic documents. ``changed`` are problems with resuming the existing
+    run with these settings, and ``settled`` are the stored settings of a run that has begun, or None for a new run. If
+    ``config`` is that of ``stage``, ``run`` is the run's.
     """
     # Checks of lengths and token ids require a prepared corpus.
     opened = () if isinstance(corpora, PlanInput) else corpora.corpora

@@ -234,11 +234,8 @@ def leaner(
 ) -> Iterator[Candidate]:
     """Yield all candidates in which no setting takes more memory than in the configuration.
 
-    Args:
-        config: The configuration to change.
-        shape: The model's shape.
-        more: Changes that all candidates include, such as more workers.
-        is_host_full: Whether offloaded state may move back to the device. If None, only if the host exceeds its limit.
+    All candidates include the changes in ``more``, such as more workers. If ``is_host_full``, offloaded state may move
+    back to the device. If that is None, it may only if the host exceeds its limit.
     """
     more = more or {}
     host_gib = config.memory.host_gib
@@ -253,10 +250,7 @@ def leaner(
         options = of_settings | {HEAD_GROUPS: attention_head_groups(changed, shape)}
         for candidate in product(options):
             settings = {path: value for path, value in candidate.settings.items() if value != value_of(config, path)}
-            yield Candidate(
-                settings={**more, **layout.settings, **settings},
-                cost=layout.cost + candidate.cost,
-            )
+            yield Candidate(settings={**more, **layout.settings, **settings}, cost=layout.cost + candidate.cost)
 
 
 def yaml_value(value: Any) -> str:
@@ -315,12 +309,8 @@ def layouts(config: Config, shape: ModelShape, multiple: int | None = None) -> I
 
     For each allowed ``sp`` size that divides the workers, up to three rings are compared: the automatic ring, the
     smallest that keeps the exchange of heads within a node, and the smallest with at most one Ulysses rank per KV head.
-    For the configured size, the configured ring is added. Recurrent layers do not support a ring.
-
-    Args:
-        config: The configuration to change.
-        shape: The model's shape.
-        multiple: The number that divides the length of every row, or None if rows may still be padded to any multiple.
+    For the configured size, the configured ring is added. Recurrent layers do not support a ring. ``multiple`` divides
+    the length of every row; it is None if rows may still be padded to any multiple.
     """
     workers = config.cluster.workers
     for size in allowed_sp(config, shape):

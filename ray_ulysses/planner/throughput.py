@@ -19,8 +19,6 @@ from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.settings import kept_attention, run_layout, secondary_size
 
 GB = 1e9
-
-
 _TRAFFIC = ("exchange of heads", "ring", "weights and gradients")
 
 
@@ -243,7 +241,9 @@ class _Parts:
         heads = assign_heads(self.shape.num_heads, self.shape.num_kv_heads, self.layout.ulysses_size)
         level = self.work.imbalance * heads.imbalance / self.layout.world_size
         forward, backward = (self.attention_flops(part) * level for part in (self.attention_passes - 4, 4))
-        rates, share = self.rates, self._attention_share()
+        length, heads_per_rank = self.work.squares / self.work.tokens, self.shape.num_heads / self.layout.ulysses_size
+        ramp = length / (length + _RAMP_TOKENS + _RAMP_HEADS / heads_per_rank)
+        rates, share = self.rates, ramp * (_SHORT_HEADS if self.shape.head_dim < 128 else 1.0)
         seconds = (forward / rates.attention_forward + backward / rates.attention_backward) / (self.peak * share)
         again = ", recomputed" if self._attends_again else ", not recomputed"
         text = (
@@ -252,20 +252,12 @@ class _Parts:
         )
         return TimeTerm(name="attention", seconds=seconds, source=text)
 
-    def _attention_share(self) -> float:
-        length, heads = self.work.squares / self.work.tokens, self.shape.num_heads / self.layout.ulysses_size
-        ramp = length / (length + _RAMP_TOKENS + _RAMP_HEADS / heads)
-        return ramp * (_SHORT_HEADS if self.shape.head_dim < 128 else 1.0)
-
     def elementwise(self) -> TimeTerm:
         """Return the time of norms, rotations, activations and sums, which are limited by memory bandwidth."""
         shape = self.shape
         heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-        each = (
-            shape.hidden_size * _LAYER_BYTES_OF_HIDDEN
-            + heads * _LAYER_BYTES_OF_HEADS
-            + shape.mlp_width * _LAYER_BYTES_OF_MLP
-        )
+        each = shape.hidden_size * _LAYER_BYTES_OF_HIDDEN + heads * _LAYER_BYTES_OF_HEADS
+        each += shape.mlp_width * _LAYER_BYTES_OF_MLP
         times = 4 if self.config.memory.gradient_checkpointing else 3
         per_token = shape.num_layers * each * times + shape.vocab_size * _BYTES_OF_LOGITS
         text = (
