@@ -52,10 +52,9 @@ def read_lineage(store: Store) -> Lineage:
 
 
 def claim_attempt(store: Store, attempt: int) -> bool:
-    """Claim an attempt number; one rank calls this function before the attempt looks for a checkpoint.
+    """Claim an attempt number, and return whether it was free.
 
-    Returns:
-        True if the number was free, False if it was already claimed.
+    One rank calls this function before the attempt looks for a checkpoint.
 
     Raises:
         OSError: The store is not writable.

@@ -83,13 +83,7 @@ class StoredIntervals(Sequence[StoredInterval]):
 
 
 class ShardTable(Sequence[ShardEntry]):
-    """The shards of a checkpoint, by rank. An entry is made when it is used.
-
-    Args:
-        tensors: Shape and dtype of each tensor, in the order of the shards' contents.
-        world_size: Number of ranks that saved the checkpoint.
-        records: The shards, by rank.
-    """
+    """The shards of a checkpoint, by rank, with tensors in the order of their contents. An entry is made on use."""
 
     def __init__(self, tensors: Mapping[str, TensorSpec], world_size: int, records: Sequence[ShardRecord]) -> None:
         self.records = tuple(records)

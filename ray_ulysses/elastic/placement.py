@@ -124,17 +124,10 @@ class Resize:
 def decide_placement(
     seen: Sizing, *, free: Mapping[str, int], total: Mapping[str, int], wanted: WorkerRange, now: float
 ) -> tuple[Sizing, dict[str, int] | None]:
-    """Decide where to start workers now.
+    """Decide where to start workers now, in monotonic time.
 
-    Args:
-        seen: Current state of the decisions.
-        free: Number of workers that currently fit on each node.
-        total: Number of workers that would fit on each node if nothing else ran there.
-        wanted: The run's range of workers.
-        now: Monotonic time, in seconds.
-
-    Returns:
-        The next state, and the workers by node ID, or None to try again a moment later.
+    Return the next state, and the workers by node ID, or None to try again a moment later. ``free`` is the number of
+    workers that currently fit on each node, and ``total`` the number that would fit if nothing else ran there.
     """
     placed = place_workers(free, wanted)
     if _num(placed) < _num(place_workers(total, wanted)):
@@ -154,19 +147,12 @@ def decide_resize(
     now: float,
     grow_interval_s: float,
 ) -> tuple[Sizing, Resize | None]:
-    """Decide whether to restart training on other nodes or with a different number of workers.
+    """Decide whether to restart training on other nodes or with a different number of workers, in monotonic time.
 
-    Args:
-        seen: Current state of the decisions.
-        placed: Training workers by node ID.
-        room: Number of workers that fit on each remaining node, counting this run's own workers.
-        wanted: The run's range of workers.
-        now: Monotonic time, in seconds.
-        grow_interval_s: Shortest time between two considerations of growth, in seconds.
-
-    Returns:
-        The next state, and the restart, or None to leave the workers unchanged. A restart vacates nodes that will be
-        lost, if the other nodes fit enough workers, or uses resources that have become free.
+    Return the next state, and the restart, or None to leave the workers unchanged. A restart vacates nodes that will be
+    lost, if the other nodes fit enough workers, or uses resources that have become free. ``placed`` are the training
+    workers by node ID, and ``room`` is the number of workers that fit on each remaining node, counting this run's own
+    workers. ``grow_interval_s`` is the shortest time between two considerations of growth.
     """
     possible = place_workers(room, wanted)
     leaves = any(node not in room for node in placed)
@@ -181,13 +167,10 @@ def decide_resize(
 
 
 def is_worth_growing(workers: int, possible: int, *, seconds_left: float | None, restart_s: float) -> bool:
-    """Return whether restarting with more workers saves enough time.
+    """Return whether restarting with as many workers as are possible saves enough time.
 
-    Args:
-        workers: Current number of workers.
-        possible: Number of workers that fit on the nodes.
-        seconds_left: Remaining time of the run at its current size, or None if unknown, which is treated as a day.
-        restart_s: Seconds from the last step before a restart to the first step after it.
+    ``seconds_left`` is the remaining time of the run at its current size, or None if unknown, which is treated as a
+    day. ``restart_s`` is the time from the last step before a restart to the first step after it.
     """
     if possible <= workers:
         return False

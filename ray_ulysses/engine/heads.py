@@ -28,11 +28,11 @@ from torch.nn.functional import cross_entropy, normalize
 
 from ray_ulysses.attention.batch import ShardedBatch, held_tokens
 from ray_ulysses.attention.dependence import noise_copy
+from ray_ulysses.attention.exchange import sum_over_ranks
 from ray_ulysses.attention.trunk import classifies
 from ray_ulysses.engine.model_parts import inner_model, replaced_forward, unhooked
 from ray_ulysses.engine.router_loss import router_loss_of
 from ray_ulysses.errors import UserError
-from ray_ulysses.parallel.collectives import sum_over_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -195,7 +195,7 @@ def _pooled(hidden_BLH: torch.Tensor, batch: ShardedBatch, pooling: Pooling) -> 
     sums_DH = torch.zeros(len(lengths) + 1, hidden_NH.shape[1], dtype=dtype, device=device)
     sums_DH = sums_DH.index_add(0, torch.tensor(numbers, device=device), torch.stack(parts))[:-1]
     if batch.mesh.sp_size > 1:
-        sums_DH = sum_over_ranks(sums_DH, batch.mesh.group("sp"))
+        sums_DH = sum_over_ranks(sums_DH, batch.mesh.group("sp").group_name)
     if pooling == "mean":
         sums_DH = sums_DH / torch.tensor(lengths, dtype=dtype, device=device)[:, None]
     return sums_DH.to(hidden_NH.dtype)

@@ -105,28 +105,3 @@ def gather_sequence(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     """
     gathered: torch.Tensor = _GatherSequence.apply(local, group)  # type: ignore[no-untyped-call]
     return gathered
-
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        total = local.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        grad = grads[0].contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-def sum_over_ranks(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Add up a tensor over all ranks of a group; differentiable.
-
-    All ranks of ``group`` must call this function. As with `gather_sequence`, a loss that every rank computes from the
-    result contributes once per rank.
-    """
-    total: torch.Tensor = _SumOverRanks.apply(local, group)  # type: ignore[no-untyped-call]
-    return total

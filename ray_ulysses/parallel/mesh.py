@@ -134,7 +134,11 @@ class SequenceMesh:
                 "build the layout for the number of running ranks"
             )
         groups: dict[Role, dist.ProcessGroup | None] = {"loss": dist.group.WORLD, "shard": dist.group.WORLD}
-        for role, parts in _parts(layout):
+        # If only one of Ulysses and the ring has several ranks, it reuses the sp group.
+        within_sp = _parts_of_sp(layout) if layout.ring_size > 1 and layout.ulysses_size > 1 else ()
+        # All ranks create the groups in the same order.
+        of_roles: tuple[_Parts, ...] = (("sp", layout.sp_groups()), ("dp", layout.dp_groups()), *within_sp)
+        for role, parts in of_roles:
             # Each rank creates only its own group of a role. If the world has a `device_id`, NCCL then splits its
             # communicator once per role instead of once per group.
             own = next(ranks for ranks in parts if rank in ranks)
@@ -162,13 +166,6 @@ class SequenceMesh:
         if found is None:
             raise UserError(f"this mesh has no group for role {role!r}; use one of {sorted(self.groups)}")
         return found
-
-
-def _parts(layout: ParallelLayout) -> tuple[_Parts, ...]:
-    """Return the groups to create for each role, in the same order on all ranks."""
-    parts: tuple[_Parts, ...] = (("sp", layout.sp_groups()), ("dp", layout.dp_groups()))
-    # If only one of Ulysses and the ring has several ranks, it reuses the sp group.
-    return (*parts, *_parts_of_sp(layout)) if layout.ring_size > 1 and layout.ulysses_size > 1 else parts
 
 
 def _parts_of_sp(layout: ParallelLayout) -> tuple[_Parts, ...]:

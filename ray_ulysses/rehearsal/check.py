@@ -34,16 +34,9 @@ def report_rehearsal(
 ) -> RehearsalReport:
     """Return the report of a rehearsal, based on the journals of its runs and a complete verification of their rows.
 
-    Args:
-        run_dir: Directory of the run with faults.
-        planned: The planned faults.
-        injected: The injected faults.
-        unbroken: Directory of the run without faults, or None if there is no such run.
-        tolerance: Largest allowed relative difference between losses of the same step.
-        most: Maximum number of workers of the run.
-        min_ettr: Smallest allowed fraction of time in steps that count, or None to skip this check.
-        setting: Description of the cluster, the command and the machine.
-        problems: Problems found earlier, which are included in the report.
+    ``run_dir`` is that of the run with faults, and ``unbroken`` that of a run without faults, or None if there is none.
+    ``min_ettr`` is the smallest allowed fraction of time in steps that count, or None to skip this check. ``problems``
+    were found earlier, and are included in the report. For ``most``, see `recoveries`.
     """
     history, events = read_history(run_dir), list(ungroup_steps(read_entries(run_dir)))
     found = recoveries(events, injected, most=most)
