@@ -120,20 +120,12 @@ class BackgroundSaver:
         timeout_s: float,
         obstacle: Callable[[], str | None] = lambda: None,
     ) -> float:
-        """Copy a state, queue the copy for a background save, and return when training may continue.
+        """Copy a state, queue the copy for a background save, and return the seconds for which this call blocked.
 
-        If all buffers are in use, this call waits until a buffer is free.
-
-        Args:
-            step: Number of completed optimizer steps.
-            state: Live views of the state. On a GPU, the state must not change until `Staging.before_update` is called.
-            meta: The training loop's part of the checkpoint.
-            timeout_s: Longest wait for a free buffer, in seconds.
-            obstacle: Called on the saver's thread before this rank writes its shard. If the function returns a reason,
-                the save fails with that reason on every rank.
-
-        Returns:
-            The duration of this call, in seconds.
+        If all buffers are in use, this call waits until a buffer is free, for at most `timeout_s`. The state consists
+        of live views. On a GPU, it must not change until `Staging.before_update` is called. `obstacle` is called on the
+        saver's thread before this rank writes its shard. If it returns a reason, the save fails with that reason on
+        every rank.
 
         Raises:
             CheckpointError: No buffer became free in time, or the host has too little memory for a buffer.

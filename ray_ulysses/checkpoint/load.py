@@ -146,14 +146,11 @@ NUM_THREADS = 8
 def load_parts(
     store: Store, manifest: Manifest, parts: Sequence[TensorPart], messenger: RankMessenger | None = None
 ) -> int:
-    """Fill this rank's parts in place from a committed checkpoint.
+    """Fill this rank's parts in place from a committed checkpoint, and return the number of bytes read.
 
     Blocks that contain requested elements are read in parallel and verified against their checksums. After an error,
     some parts may already be overwritten. The parts are 1-D tensors, on any device and with the stored dtype. If
     `messenger` is given, all of its ranks must call this function, and all of them raise if one fails.
-
-    Returns:
-        Number of bytes read.
 
     Raises:
         DamagedCheckpointError: A file is missing or damaged.
@@ -174,11 +171,8 @@ def verify_rest(
 ) -> int:
     """Verify the shard headers and the tensors that no rank loaded; all ranks must call this function.
 
-    Each rank reads about the same number of bytes, and all ranks raise if one fails. `loaded` contains the keys of the
-    tensors whose parts this rank loaded. Together, all ranks' parts cover these tensors.
-
-    Returns:
-        Number of bytes that this rank read.
+    Each rank reads about the same number of bytes, which is the result, and all ranks raise if one fails. `loaded`
+    contains the keys of the tensors whose parts this rank loaded. Together, all ranks' parts cover these tensors.
 
     Raises:
         DamagedCheckpointError: A file is missing or damaged.

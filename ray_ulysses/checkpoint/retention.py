@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ray_ulysses.checkpoint.choice import begun_steps, committed_in, for_each_step
@@ -148,11 +148,9 @@ class Retention:
     def apply(self, newest: CheckpointRef) -> tuple[int, ...]:
         """Delete the checkpoints and leftover shards that are not needed after the commit of `newest`.
 
-        A checkpoint's manifest is deleted before its shards, so that an interruption leaves no damaged checkpoint. If a
-        newer attempt has started, nothing is deleted, because that attempt may have resumed from an old checkpoint.
-
-        Returns:
-            The deleted steps, in ascending order.
+        Return the deleted steps, in ascending order. A checkpoint's manifest is deleted before its shards, so that an
+        interruption leaves no damaged checkpoint. If a newer attempt has started, nothing is deleted, because that
+        attempt may have resumed from an old checkpoint.
 
         Raises:
             OSError: A deletion failed; the next call tries again.
@@ -213,20 +211,23 @@ class Retention:
     def _committed(self, newest: CheckpointRef, steps: Iterable[int]) -> dict[int, Committed]:
         """Return the manifest fields of the committed steps; reads only new manifests and the manifest of `newest`."""
         self._known.pop(newest.step, None)
-        unknown = [step for step in steps if step not in self._known]
-        read = for_each_step(unknown, lambda step: read_committed_facts(self._store, step))
-        found = self._known | {step: facts for step, facts in zip(unknown, read, strict=True) if facts is not None}
+        found = self._known | _read_committed(self._store, [step for step in steps if step not in self._known])
         self._known = {step: facts for step, facts in found.items() if facts.attempt is not None}
         return {step: found[step] for step in steps if step in found}
 
 
-def read_committed_facts(store: Store, step: int) -> Committed | None:
-    """Return the manifest fields of a committed step, or None if its manifest no longer exists."""
-    try:
-        ref, meta = read_facts(store, step)
-    except ManifestError as error:
-        return None if isinstance(error.__cause__, FileNotFoundError) else Committed(attempt=None, metrics={})
-    return Committed(attempt=ref.attempt, metrics=meta.metrics, stage=meta.stage, measured=meta.measured)
+def _read_committed(store: Store, steps: Sequence[int]) -> dict[int, Committed]:
+    """Return the manifest fields of those steps whose manifest still exists."""
+
+    def read(step: int) -> Committed | None:
+        try:
+            ref, meta = read_facts(store, step)
+        except ManifestError as error:
+            return None if isinstance(error.__cause__, FileNotFoundError) else Committed(attempt=None, metrics={})
+        return Committed(attempt=ref.attempt, metrics=meta.metrics, stage=meta.stage, measured=meta.measured)
+
+    found = zip(steps, for_each_step(steps, read), strict=True)
+    return {step: facts for step, facts in found if facts is not None}
 
 
 def _is_own(key: str) -> bool:
@@ -247,13 +248,9 @@ def nameable(store: Store) -> dict[int, Committed]:
     manifest are included, without an attempt or metrics, so that a reference fails instead of resolving to an older
     checkpoint.
     """
-    lineage, steps = read_lineage(store), begun_steps(store)
-    facts = for_each_step(steps, lambda step: read_committed_facts(store, step))
-    return {
-        step: found
-        for step, found in zip(steps, facts, strict=True)
-        if found is not None and _is_alive(lineage, step, found)
-    }
+    lineage = read_lineage(store)
+    committed = _read_committed(store, begun_steps(store))
+    return {step: found for step, found in committed.items() if _is_alive(lineage, step, found)}
 
 
 def unreadable(committed: Mapping[int, Committed]) -> tuple[int, ...]:

@@ -101,8 +101,6 @@ def _write_own(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outcome:
-    """The result of a commit."""
-
     problem: str | None = None
     """Reason for the failure, or None if the step is committed."""
     cause: Exception | None = None

@@ -19,21 +19,16 @@ class WorkerRange:
 
 
 def place_workers(room: Mapping[str, int], wanted: WorkerRange, first: Collection[str] = ()) -> dict[str, int] | None:
-    """Return the number of workers for each node.
+    """Return the number of workers for each node, or None if fewer than ``wanted.least`` workers fit.
 
     Each group is placed on a single node, starting with the nodes that fit the most groups. Groups span nodes only if
     the run would otherwise get less than its minimum number of workers: a spanning group causes network traffic in
     every layer, and every step waits for the slowest group. Spanning groups start on the node with the most capacity
     left. If no node fits a complete group, all groups span nodes, and as many groups are formed as fit in total.
 
-    Args:
-        room: Number of workers that fit on each node, by node ID.
-        wanted: The run's range of workers.
-        first: Nodes to prefer among nodes that fit equally many groups.
-
-    Returns:
-        Workers by node ID, in the order in which ranks are assigned, so that a group's ranks are contiguous; or None if
-        fewer than ``wanted.least`` workers fit.
+    ``room`` is the number of workers that fit on each node. Among nodes that fit equally many groups, those in
+    ``first`` are preferred. The result is in the order in which ranks are assigned, so that a group's ranks are
+    contiguous.
     """
     sp_size = wanted.sp_size
     # Ties go to the smaller node ID, so that the same nodes give the same placement.

@@ -115,8 +115,6 @@ class RehearsalReport:
 
 @dataclass(slots=True)
 class _Attempt:
-    """An attempt that has started."""
-
     formed: float | None
     """Time at which all ranks had joined; None if unknown."""
     started: AttemptStarted

@@ -79,10 +79,9 @@ class AttemptContext:
 
 
 def open_attempt(run: ResolvedRun, worker: Worker) -> tuple[AttemptContext, JournalWriter | None]:
-    """Check the shared storage and claim the next attempt number. All ranks must call this function.
+    """Check the shared storage, claim the next attempt number, and return the attempt's context and rank 0's journal.
 
-    Returns:
-        The attempt's context and, on rank 0, the attempt's journal.
+    All ranks must call this function.
 
     Raises:
         UserError: The storage is not shared by all nodes, or is not writable.

@@ -372,7 +372,6 @@ def _sample(attempt: _Attempt, sampler: Sampler, step: int, *, is_last: bool) ->
 
 
 def _report_checkpoints(attempt: _Attempt) -> None:
-    """Report new checkpoints to the plugins."""
     committed = attempt.keeper.committed
     while committed:
         attempt.plugins.call("on_checkpoint", attempt.context.rank, *committed.popleft())
