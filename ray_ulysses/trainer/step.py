@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import resource
-import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -540,6 +539,5 @@ def peak_memory_gib(device: torch.device) -> float:
     """Return this process's peak memory in GiB: allocated memory on a GPU, resident memory on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux reports KiB, macOS bytes.
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+    # Linux reports KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
