@@ -136,12 +136,12 @@ def write(folder: str, world_size: int) -> dict[str, Any]:
         table = ShardTable(state.tensors, world_size, records)
         manifest = Manifest(step=STEP, attempt=ATTEMPT, world_size=world_size, meta=meta(), state=state, shards=table)
         table.validate()
-        manifest.check_cover()
+        manifest.shards.check_cover()
         content = manifest.to_bytes()
     with longest_hold() as held:
         for _ in range(3):
             table.validate()
-            manifest.check_cover()
+            manifest.shards.check_cover()
             manifest.to_bytes()
     LocalStore(Path(folder)).create(manifest_key(STEP), [content])
     return {
@@ -166,7 +166,7 @@ def read(folder: str, world_size: int, new_world_size: int) -> dict[str, Any]:
     store = LocalStore(Path(folder))
     with measured() as reading:
         manifest = read_manifest(store, STEP)
-        manifest.check_cover()
+        manifest.shards.check_cover()
     plans = []
     for rank in (0, new_world_size // 2, new_world_size - 1):
         wanted = [

@@ -168,7 +168,7 @@ def read_committed(store: Store, step: int) -> Manifest | Damage:
     """Return the step's manifest if it is valid and covers the state, else a `Damage`; ignores the shard files."""
     try:
         manifest = read_manifest(store, step)
-        manifest.check_cover()
+        manifest.shards.check_cover()
     except (ManifestError, CoverError) as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):

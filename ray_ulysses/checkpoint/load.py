@@ -286,7 +286,7 @@ class _Reader:
 
     def submit(self, batch: Batch, parts: Sequence[TensorPart] = ()) -> Future[int]:
         """Schedule the read of a batch into `parts`, or only its verification; the result is its size in bytes."""
-        return self._pool.submit(self._read if parts else self._verify, batch, parts)
+        return self._pool.submit(self._read, batch, parts)
 
     def submit_header(self, shard: ShardEntry) -> Future[int]:
         """Schedule the verification of a shard's header; the future's result is the header's size in bytes."""
@@ -295,12 +295,6 @@ class _Reader:
     def _verify_header(self, shard: ShardEntry) -> int:
         with self._store.open(f"{self._folder}/{shard.file}") as file:
             return check_header(file, shard)
-
-    def _verify(self, batch: Batch, _: Sequence[TensorPart]) -> int:
-        content = memoryview(bytearray(batch.num_bytes))
-        self._fill(batch, content)
-        self._check(batch, content)
-        return batch.num_bytes
 
     def _check(self, batch: Batch, content: memoryview) -> list[memoryview]:
         """Verify the content of a batch against the block checksums, and return the content of each range."""
@@ -314,7 +308,7 @@ class _Reader:
         return found
 
     def _read(self, batch: Batch, parts: Sequence[TensorPart]) -> int:
-        only = batch.ranges[0] if len(batch.ranges) == 1 and batch.ranges[0].is_exact else None
+        only = batch.ranges[0] if parts and len(batch.ranges) == 1 and batch.ranges[0].is_exact else None
         target = _bytes_in_place(parts[only.wanted].tensor) if only is not None else None
         if only is not None and target is not None:
             content = target[only.target : only.target + batch.num_bytes]
@@ -322,7 +316,7 @@ class _Reader:
             content = memoryview(bytearray(batch.num_bytes))
         self._fill(batch, content)
         for read_range, blocks in zip(batch.ranges, self._check(batch, content), strict=True):
-            if only is None or target is None:
+            if parts and (only is None or target is None):
                 tensor = parts[read_range.wanted].tensor
                 values = torch.frombuffer(
                     blocks[read_range.first - read_range.start : read_range.last - read_range.start], dtype=tensor.dtype

@@ -122,10 +122,6 @@ class Manifest:
         """Identity of the checkpoint."""
         return CheckpointRef(step=self.step, attempt=self.attempt, world_size=self.world_size)
 
-    def check_cover(self) -> None:
-        """Raise `CoverError` unless the shards' intervals contain each element of the state exactly once."""
-        self.shards.check_cover()
-
     def to_bytes(self) -> bytes:
         """Serialize the manifest to JSON that starts with a checksum of the remaining content.
 

@@ -112,7 +112,7 @@ def _commit(store: Store, manifest: Manifest) -> _Outcome:
     """Create the manifest after checking that the shards contain the complete state."""
     try:
         manifest.shards.validate()
-        manifest.check_cover()
+        manifest.shards.check_cover()
         if is_overtaken(store, manifest.attempt):
             raise FencedError(
                 f"the checkpoint of step {manifest.step} is not committed: an attempt newer than attempt "

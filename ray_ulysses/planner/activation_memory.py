@@ -47,11 +47,6 @@ class AttentionSplit:
         """Return the head plan. With more ranks than heads, which `problems` refuses, assume one head per rank."""
         return assign_heads(shape.num_heads, shape.num_kv_heads, min(self.ulysses_size, shape.num_heads))
 
-    @property
-    def has_head_groups(self) -> bool:
-        """Whether heads are exchanged in several groups."""
-        return self.ulysses_size > 1 and self.head_groups > 1
-
     def widths(self, shape: ModelShape, head_groups: int = 1) -> Widths:
         """Return the number of features per local token in the kernel's layout, on the rank with the most heads.
 
@@ -164,7 +159,7 @@ def _saved(
         each = widths.outputs * value + widths.queries // shape.head_dim * FP32_BYTES
         text = f"{tokens:,} tokens per rank x {each:,} bytes: output and log-sum-exp in the kernel's layout"
         terms.append(term("attention output", tokens * each, "layer", text))
-    if split.ulysses_size > 1 and not (split.kept == "both" and checkpointed and not split.has_head_groups):
+    if split.ulysses_size > 1 and not (split.kept == "both" and checkpointed and split.head_groups == 1):
         width = shape.num_heads * shape.value_dim
         text = f"{tokens:,} tokens per rank x {width} x {value} bytes: input of the output projection"
         terms.append(term("attention output, exchanged", tokens * width * value, "mlp", text))
