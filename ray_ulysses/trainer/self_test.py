@@ -10,7 +10,7 @@ from ray_ulysses.elastic.causes import is_consequence
 from ray_ulysses.engine.encoder_shape import is_bidirectional
 from ray_ulysses.engine.model import torch_dtype
 from ray_ulysses.engine.model_config import planned_config
-from ray_ulysses.engine.self_test import LinkTime, SelfTestReport, run_self_test
+from ray_ulysses.engine.self_test import LinkTime, run_self_test
 from ray_ulysses.engine.self_test_attention import AttentionSettings
 from ray_ulysses.engine.zero import ZeroSettings
 from ray_ulysses.errors import PeerError, RunError
@@ -32,9 +32,7 @@ _GROUPS: dict[Role, str] = {
 _log = get_logger(__name__)
 
 
-def check_start(
-    run: ResolvedRun, worker: Worker, mesh: SequenceMesh, zero: ZeroSettings, nodes: Sequence[str]
-) -> SelfTestReport:
+def check_start(run: ResolvedRun, worker: Worker, mesh: SequenceMesh, zero: ZeroSettings, nodes: Sequence[str]) -> None:
     """Run the self-test, and compare link speeds with the plan. All ranks must call this function.
 
     ``prepare_process`` must have been called. ``nodes`` contains the node name of each rank, indexed by rank.
@@ -61,7 +59,6 @@ def check_start(
         for warning in slow_links(report.links, run.config, nodes):
             # Warnings are forwarded to the journal, where the user sees them.
             _log.warning("%s", warning)
-    return report
 
 
 def slow_links(links: Sequence[LinkTime], config: Config, nodes: Sequence[str]) -> list[str]:
