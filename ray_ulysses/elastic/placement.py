@@ -119,7 +119,7 @@ class Resize:
 def decide_placement(
     seen: Sizing, *, free: Mapping[str, int], total: Mapping[str, int], wanted: WorkerRange, now: float
 ) -> tuple[Sizing, dict[str, int] | None]:
-    """Decide where to start workers now, in monotonic time.
+    """Decide where to start workers at the monotonic time ``now``.
 
     Return the next state, and the workers by node ID, or None to try again a moment later. ``free`` is the number of
     workers that currently fit on each node, and ``total`` the number that would fit if nothing else ran there.
@@ -142,7 +142,7 @@ def decide_resize(
     now: float,
     grow_interval_s: float,
 ) -> tuple[Sizing, Resize | None]:
-    """Decide whether to restart training on other nodes or with a different number of workers, in monotonic time.
+    """Decide at the monotonic time ``now`` whether to restart training on other nodes or with more or fewer workers.
 
     Return the next state, and the restart, or None to leave the workers unchanged. A restart vacates nodes that will be
     lost, if the other nodes fit enough workers, or uses resources that have become free. ``placed`` are the training

@@ -43,7 +43,7 @@ from ray_ulysses.trainer.peer_memory_keeper import PeerMemoryKeeper
 from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.references import open_references
 from ray_ulysses.trainer.resume import AnotherStageError, StartingState, find_state, read_early_stopping, resume
-from ray_ulysses.trainer.row_objectives import RowObjective, row_objective
+from ray_ulysses.trainer.row_loss import RowObjective, row_objective
 from ray_ulysses.trainer.sampling import Sampler, open_sampler
 from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
 from ray_ulysses.trainer.self_test import check_start

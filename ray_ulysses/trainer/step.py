@@ -33,8 +33,7 @@ from ray_ulysses.parallel.layout import TileSetting, held_ranges
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops
 from ray_ulysses.run.requests import RequestWatch
-from ray_ulysses.trainer.row_loss import NUM_ADDED, SetLoss, row_loss
-from ray_ulysses.trainer.row_objectives import RowObjective
+from ray_ulysses.trainer.row_loss import NUM_ADDED, RowObjective, SetLoss, row_loss
 from ray_ulysses.trainer.source_loss import SourceLoss, SourceLosses
 
 

@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ray_ulysses import apply_ulysses, shard_batch
 from ray_ulysses.attention.batch import IGNORE_INDEX
 from ray_ulysses.engine.preferences import Preference
-from ray_ulysses.trainer.row_loss import row_loss
-from ray_ulysses.trainer.row_objectives import PairObjective
+from ray_ulysses.trainer.row_loss import PairObjective, row_loss
 from tests.unit.attention.meshes import ALONE
 from tests.unit.engine.steps import checkpointed, peak_bytes
 
