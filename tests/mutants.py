@@ -367,7 +367,7 @@ dist.all_to_all_single(sent, received, sent_sizes, sizes, group=view.process_gro
     Mutant(
         1,
         "recurrent state crosses document borders",
-        "attention/mixers.py:_document_lengths",
+        "attention/mixers.py:_mix",
         "[stop - start for start, stop in pairwise(borders)]",
         "[borders[-1]]",
         "unit/attention/test_mixers.py::test_a_layer_on_a_packed_row_gives_what_its_module_gives_each_document[qwen3_next]",
@@ -375,7 +375,7 @@ dist.all_to_all_single(sent, received, sent_sizes, sizes, group=view.process_gro
     Mutant(
         1,
         "a convolution crosses the border of a short document",
-        "attention/mixers.py:_document_lengths",
+        "attention/mixers.py:_mix",
         "borders = context.documents.full.spans.borders",
         "found = context.documents.full.spans.borders; borders = [one for one in found if one - 1 not in found]",
         "unit/attention/test_mixers.py::test_a_layer_on_a_packed_row_gives_what_its_module_gives_each_document[lfm2]",
@@ -856,7 +856,7 @@ shifted_BS[row, start:last] = labels_BS[row, start + shift:last + shift]
         2,
         "a router counts the tokens of a recomputed forward again",
         "engine/router_health.py:RouterWatch.counting",
-        "try:\n    yield\nfinally:\n    num_tokens, self._is_token_N = self._is_token_N.numel(), None\n"
+        "try:\n    yield\nfinally:\n    num_tokens, self.is_token_N = self.is_token_N.numel(), None\n"
         "if any(router.num_seen != num_tokens for router in self._routers):\n    self._give_up()",
         "yield\nfor router in self._routers:\n    router.num_seen = 0",
         "unit/engine/test_router_health.py::test_a_token_counts_once_when_layers_are_tiled_recomputed_or_compiled"

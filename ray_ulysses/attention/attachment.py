@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-    import torch
-    from torch import nn
-    from torch.utils.hooks import RemovableHandle
-
-    from ray_ulysses.attention.documents import PackedDocuments, Tables
-    from ray_ulysses.attention.kernels import Demand
+from ray_ulysses.attention.documents import PackedDocuments, Tables
+from ray_ulysses.attention.kernels import Demand
 
 _OURS = "_ray_ulysses_"
 _NAME = f"{_OURS}attachment"

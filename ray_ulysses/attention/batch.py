@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,9 +15,7 @@ from ray_ulysses.attention.documents import PackedDocuments, pack_documents
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.collectives import gather_sequence
 from ray_ulysses.parallel.layout import held_ranges, row_multiple
-
-if TYPE_CHECKING:
-    from ray_ulysses.parallel.mesh import SequenceMesh
+from ray_ulysses.parallel.mesh import SequenceMesh
 
 IGNORE_INDEX = -100
 """Label of a position that does not contribute to the loss."""

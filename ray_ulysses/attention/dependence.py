@@ -174,6 +174,8 @@ _REDUCTIONS = frozenset(
 _LOOKUPS = frozenset({"embedding", "index", "index_select"})
 _PARTS = frozenset({"select", "slice", "unbind", "split", "split_with_sizes"})
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "dot", "mv"})
+_READS = frozenset({"_local_scalar_dense", "is_nonzero", "equal", "nonzero"})
+"""Operations that need the values of a noise matrix, even without other operands."""
 _CONVOLUTIONS = frozenset({"convolution", "_convolution", "mkldnn_convolution", "fft_fft", "_fft_r2c", "_fft_c2c"})
 
 
@@ -404,12 +406,14 @@ class NoiseMatrix(torch.Tensor):
         flat, spec = tree_flatten((args, dict(kwargs or {})))
         tensors = [one for one in flat if isinstance(one, torch.Tensor)]
         first = next(one for one in tensors if isinstance(one, NoiseMatrix))
-        if all(isinstance(one, NoiseMatrix) for one in tensors) and not _needs_values(func):
+        name = func.overloadpacket.__name__
+        if all(isinstance(one, NoiseMatrix) for one in tensors) and name not in _READS:
             flat = [one.shadow if isinstance(one, NoiseMatrix) else one for one in flat]
             shadow_args, shadow_kwargs = tree_unflatten(flat, spec)
             shadow_kwargs.pop("device", None)
-            return _wrapped(func(*shadow_args, **shadow_kwargs), first)
-        known = _NOISE_VERSIONS.get(func.overloadpacket.__name__)
+            result = func(*shadow_args, **shadow_kwargs)
+            return tree_map_only(torch.Tensor, lambda one: NoiseMatrix(one, first.seed, first.noise), result)
+        known = _NOISE_VERSIONS.get(name)
         if known is not None:
             result = known(*args, **(kwargs or {}))
             if result is not None:
@@ -417,14 +421,6 @@ class NoiseMatrix(torch.Tensor):
         flat = [one.values() if isinstance(one, NoiseMatrix) else one for one in flat]
         real_args, real_kwargs = tree_unflatten(flat, spec)
         return func(*real_args, **real_kwargs)
-
-
-def _needs_values(func: Any) -> bool:
-    return func.overloadpacket.__name__ in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
-
-
-def _wrapped(result: Any, like: NoiseMatrix) -> Any:
-    return tree_map_only(torch.Tensor, lambda one: NoiseMatrix(one, like.seed, like.noise), result)
 
 
 def _product(left: Any, right: Any) -> torch.Tensor | None:

@@ -8,18 +8,16 @@ With a ring of R ranks, a row is divided into 2 R chunks, and ring rank ``r`` pr
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ray_ulysses.attention.kernels.call import Spans
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.layout import zigzag_chunks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 Span = tuple[int, int, int]
 """A range of tokens in a row: ``(row, start, end)``."""

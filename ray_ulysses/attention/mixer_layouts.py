@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import nn
+from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +30,6 @@ class Block:
     def channels(self) -> int:
         """Number of channels."""
         return self.units * self.width
-
-    def local_units(self, ranks: int) -> int:
-        """Return the number of units per rank. If there are more ranks than units, several ranks share a unit."""
-        return max(1, self.units // ranks)
 
     def fits(self, ranks: int) -> bool:
         """Return whether the units divide equally: the same number of units per rank, or of ranks per unit."""
@@ -119,7 +113,8 @@ def arranged(tensor: torch.Tensor, blocks: Blocks, ranks: int, dim: int) -> torc
 
 def local_channels(blocks: Blocks, ranks: int) -> int:
     """Return the number of channels per rank, including channels that are not exchanged."""
-    return sum(block.local_units(ranks) * block.width for block in blocks)
+    # If there are more ranks than units, several ranks share a unit.
+    return sum(max(1, block.units // ranks) * block.width for block in blocks)
 
 
 def layout_of(module: nn.Module) -> MixerLayout | None:

@@ -21,11 +21,12 @@ Legend: B rows, L tokens of a slice, S tokens of a row, T = B * S, N tokens of a
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 from types import MethodType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,18 +38,11 @@ from ray_ulysses.attention.mixer_layouts import MixerLayout, arranged, layout_of
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.compilation import not_compiled
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
 _LAYOUT = "_ray_ulysses_layout"
 
 
 class _Reached(Exception):
     """Raised to stop a module's forward at the projection from all channels; carries the rank's partial result."""
-
-    def __init__(self, result: torch.Tensor) -> None:
-        super().__init__()
-        self.result = result
 
 
 def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, MixerLayout]]:
@@ -150,7 +144,8 @@ def _mix(module: Any, layout: MixerLayout, hidden_BLH: torch.Tensor, context: At
     widths = [part_BLUC.shape[3] for part_BLUC in slices]
     rows_TC = gather_channels(torch.cat(slices, dim=3), context.ulysses).flatten(0, 1)
     packed = packed_arguments(module, layout, context)
-    lengths = [len(rows_TC)] if packed else _document_lengths(context)
+    borders = context.documents.full.spans.borders
+    lengths = [len(rows_TC)] if packed else [stop - start for start, stop in pairwise(borders)]
     parameters = _own_parameters(module, layout, context)
     documents = [document_NC.split(widths, dim=1) for document_NC in rows_TC.split(lengths)]
     run = partial(_whole_document, module, layout, parameters, ranks, hidden_BLH, packed or {})
@@ -195,15 +190,10 @@ def _sums(
         try:
             run(projected, None)
         except _Reached as reached:
-            parts.append(reached.result)
+            parts.append(reached.args[0])
     total = sum_over_ranks(torch.cat(parts, dim=1), group)
     sums: Sequence[torch.Tensor] = total.split([part.shape[1] for part in parts], dim=1)
     return sums
-
-
-def _document_lengths(context: AttentionContext) -> list[int]:
-    borders = context.documents.full.spans.borders
-    return [stop - start for start, stop in pairwise(borders)]
 
 
 def _own_parameters(module: Any, layout: MixerLayout, context: AttentionContext) -> dict[str, torch.Tensor | None]:

@@ -6,7 +6,8 @@ forward of a small copy.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -15,11 +16,7 @@ from ray_ulysses.attention.probe import ProbeResult, probe_model
 from ray_ulysses.attention.trunk import trunk_of
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import HYBRID_LAYER_TYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ray_ulysses.parallel.mesh import SequenceMesh
+from ray_ulysses.parallel.mesh import SequenceMesh
 
 # "attention" is an older name for "full_attention"; "mlp" and "moe" layers have no attention.
 _EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe"})
@@ -253,21 +250,18 @@ def _refuse_shares(kind: str, model: nn.Module, result: ProbeResult, mesh: Seque
         return
     most = min((layer.num_heads for layer in result.layers.values()), default=mesh.sp_size)
     valid = [size for size in shared_sizes(model) if size <= most]
+    listed = ", ".join(map(str, valid))
     if mesh.ring_size > 1:
         raise UserError(
             f"parallel.ring_size={mesh.ring_size} splits rows over a ring, but {kind} has recurrent layers that need "
-            f"complete rows; set parallel.ring_size: 1, and parallel.sp_size to one of {_listed(valid)}"
+            f"complete rows; set parallel.ring_size: 1, and parallel.sp_size to one of {listed}"
         )
     if mesh.ulysses_size not in valid:
         shared = sorted({f"{layout.num_units} {layout.unit}" for _, _, layout in find_mixers(model)})
         raise UserError(
             f"parallel.sp_size={mesh.sp_size} does not evenly divide the {' and the '.join(shared)} in {kind}; set "
-            f"parallel.sp_size to one of {_listed(valid)}"
+            f"parallel.sp_size to one of {listed}"
         )
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes))
 
 
 def _refuse_heads(kind: str, result: ProbeResult, mesh: SequenceMesh) -> None:

@@ -13,19 +13,15 @@ is a slice of several documents. Here the factor is computed from the position i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
+from ray_ulysses.attention.batch import ShardedBatch
 from ray_ulysses.parallel.compilation import not_compiled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-
-    from ray_ulysses.attention.batch import ShardedBatch
 
 _LONGEST_SEEN = "max_seq_len_cached"
 _PLAIN_FORWARD = "_ray_ulysses_plain_forward"

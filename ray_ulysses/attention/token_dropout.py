@@ -8,18 +8,15 @@ that it has alone: its masked tokens are counted over all slices.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ray_ulysses.attention.batch import ShardedBatch, held_document_numbers
+from ray_ulysses.attention.rope import CurrentBatch
 from ray_ulysses.parallel.compilation import not_compiled
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ray_ulysses.attention.rope import CurrentBatch
 
 _TAKEN = "_ray_ulysses_mask_token"
 _UNMASKED_IN_PRETRAINING = 1 - 0.15 * 0.8

@@ -7,9 +7,11 @@ the same tables as the forward.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from ray_ulysses.attention.attachment import Attachment, AttentionContext
 from ray_ulysses.attention.batch import MODEL_INPUT, ShardedBatch
@@ -28,13 +30,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.compilation import not_compiled
 from ray_ulysses.parallel.layout import assign_heads
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
-    from torch import nn
-
-    from ray_ulysses.parallel.mesh import SequenceMesh
+from ray_ulysses.parallel.mesh import SequenceMesh
 
 ATTENTION_NAME = "ray_ulysses"
 """Name of the attention function in Transformers' registry."""

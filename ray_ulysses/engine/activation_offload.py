@@ -22,20 +22,17 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from ray_ulysses.attention.recompute import CHANGED_IN_PLACE, KeptOutput, checkpoint_contexts
+from ray_ulysses.config.running import KeptActivation
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.compilation import not_compiled
 from ray_ulysses.parallel.device import pin, reserve_host
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ray_ulysses.config.running import KeptActivation
 
 _ALIGNMENT = 64
 _SLABS_PER_LAYER = 4
@@ -83,15 +80,11 @@ class _Slabs:
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
-        self._taken: list[_Slab] = []
-
-    @property
-    def are_free(self) -> bool:
-        return not self._taken
+        self.taken: list[_Slab] = []
 
     @property
     def end(self) -> int:
-        return self._taken[-1].stop if self._taken else 0
+        return self.taken[-1].stop if self.taken else 0
 
     def take(self, num_bytes: int) -> _Slab:
         start = -(-self.end // _ALIGNMENT) * _ALIGNMENT
@@ -103,13 +96,13 @@ class _Slabs:
                 "memory.offload_activations: []"
             )
         slab = _Slab(start, start + num_bytes)
-        self._taken.append(slab)
+        self.taken.append(slab)
         return slab
 
     def give_back(self, slab: _Slab) -> None:
         slab.is_free = True
-        while self._taken and self._taken[-1].is_free:
-            self._taken.pop()
+        while self.taken and self.taken[-1].is_free:
+            self.taken.pop()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -229,7 +222,7 @@ class ActivationOffload:
     def _begin_layer(self) -> int:
         """Return a sequence number for a layer's forward call, and free earlier activations on the device."""
         self._give_back()
-        if self._slabs.are_free:
+        if not self._slabs.taken:
             # The remaining entries belong to a forward pass that never had a backward pass.
             self._layers.clear()
         number, self._num_layers = self._num_layers, self._num_layers + 1

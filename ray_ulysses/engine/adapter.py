@@ -258,8 +258,12 @@ def _adapted(
     modules = [name for name, _ in model.named_modules() if name]
     weights = [name for name, _ in model.named_parameters()]
     ordered = [*sorted(targets), *(name for name in weights if name in parameters)]
-    if adapter.dora:
-        _refuse_dora([*parameters, *_converted(model, targets)])
+    if adapter.dora and (refused := [*parameters, *_converted(model, targets)]):
+        raise UserError(
+            f"model.adapter.dora=true: PEFT has no DoRA for experts, routers and, in this model, dense layers with the "
+            f"names of experts ({', '.join(sorted(set(map(_last, refused))))}); remove these from "
+            "model.adapter.targets, or set model.adapter.dora: false"
+        )
     return Adapted(
         targets=tuple(sorted(targets)),
         parameters=tuple(ordered[len(targets) :]),
@@ -269,15 +273,6 @@ def _adapted(
         ranks=_values("ranks", adapter.rank, adapter.ranks, ordered, parameters),
         alphas=_values("alphas", adapter.alpha, adapter.alphas, ordered, parameters),
     )
-
-
-def _refuse_dora(parameters: Collection[str]) -> None:
-    if parameters:
-        raise UserError(
-            f"model.adapter.dora=true: PEFT has no DoRA for experts, routers and, in this model, dense layers with the "
-            f"names of experts ({', '.join(sorted(set(map(_last, parameters))))}); remove these from "
-            "model.adapter.targets, or set model.adapter.dora: false"
-        )
 
 
 def in_adapter_file(model: Any, adapted: Adapted, *, is_part: bool) -> Adapted:
@@ -304,7 +299,7 @@ def in_adapter_file(model: Any, adapted: Adapted, *, is_part: bool) -> Adapted:
     )
 
 
-def _converted(model: Any, targets: Iterable[str]) -> list[str]:
+def _converted(model: Any, targets: Collection[str]) -> list[str]:
     """Return the linear layers that PEFT mistakes for experts when it loads an adapter on a model."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -316,9 +311,8 @@ def _converted(model: Any, targets: Iterable[str]) -> list[str]:
             return True
         return not config.target_modules
 
-    names = list(targets)
-    ends = {end for end in map(_last, names) if is_converted(end)}
-    return [name for name in names if _last(name) in ends]
+    ends = {end for end in map(_last, targets) if is_converted(end)}
+    return [name for name in targets if _last(name) in ends]
 
 
 def _short(names: Collection[str], known: Iterable[str], components: int) -> tuple[str, ...]:
@@ -413,7 +407,7 @@ def whole_names(model: Any, adapted: Adapted, *, is_part: bool) -> list[str]:
         if module not in inside and any(id(one) in trained for one in module.parameters(recurse=False))
     }
     wanted = {*adapted.whole, *tied}
-    short = {name.rpartition(".")[2] for name in wanted}
+    short = set(map(_last, wanted))
     found = {name for name in modules if any(name.endswith(end) for end in short)}
     return sorted(short if found == wanted and not is_part else wanted)
 

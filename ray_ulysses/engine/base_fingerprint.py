@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ray_ulysses.engine.partition_view import PartitionView
 from ray_ulysses.engine.quantized_base import quantized_modules
 from ray_ulysses.engine.splitmix import INCREMENT, mixed
-
-if TYPE_CHECKING:
-    from ray_ulysses.engine.partition_view import PartitionView
 
 _CHUNK = 2**20
 _WORDS = {2: torch.int16, 4: torch.int32}

@@ -10,28 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ray_ulysses.engine.partition_view import GroupView, Partition, Zero3View
 from ray_ulysses.engine.splitmix import INCREMENT, mixed
 from ray_ulysses.planner.state_memory import BF16_MOMENTS_CHUNK as CHUNK
-
-if TYPE_CHECKING:
-    from ray_ulysses.engine.partition_view import GroupView, Zero3View
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
-    """This rank's elements of a parameter."""
-
-    name: str
-    start: int
-    """Index of the first element in the flattened parameter."""
-    offset: int
-    """Index of the first element in the flat tensor."""
-    length: int
 
 
 class AdamWBf16Moments(torch.optim.AdamW):
@@ -46,15 +31,13 @@ class AdamWBf16Moments(torch.optim.AdamW):
     def __init__(self, groups: list[dict[str, Any]], *, seed: int, **options: Any) -> None:
         super().__init__(groups, **options)
         self._seed = seed
-        self._pieces: dict[int, list[_Piece]] = {}
+        self._pieces: dict[int, list[tuple[str, Partition]]] = {}
 
     def locate(self, view: GroupView | Zero3View, parameters: Sequence[tuple[str, Any]]) -> None:
         """Locate the named, trained parameters in the flat tensors that ZeRO has created."""
         for name, parameter in parameters:
-            part = view.partition_of(parameter)
-            self._pieces.setdefault(id(view.flats[part.flat]), []).append(
-                _Piece(name=name, start=part.start, offset=part.offset, length=part.length)
-            )
+            piece = view.partition_of(parameter)
+            self._pieces.setdefault(id(view.flats[piece.flat]), []).append((name, piece))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -71,8 +54,8 @@ class AdamWBf16Moments(torch.optim.AdamW):
             state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(flat, dtype=torch.bfloat16) for _ in range(2))
         state["step"] += 1
         step = int(state["step"])
-        for piece in self._pieces[id(flat)]:
-            key = _key(self._seed, piece.name, step)
+        for name, piece in self._pieces[id(flat)]:
+            key = _key(self._seed, name, step)
             for begin in range(0, piece.length, CHUNK):
                 size = min(CHUNK, piece.length - begin)
                 tensors = (flat, gradient, state["exp_avg"], state["exp_avg_sq"])

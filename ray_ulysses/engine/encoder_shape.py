@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+from ray_ulysses.config import Config
 from ray_ulysses.engine.model import check_architecture, planned_model
 from ray_ulysses.engine.tiled_mlp import find_mlps
 from ray_ulysses.errors import UserError
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
-    from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.model_shape import ModelShape
 
 
 def is_bidirectional(config: Config) -> bool:

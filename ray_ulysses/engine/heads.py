@@ -14,12 +14,12 @@ Legend: D documents of the batch, N tokens of this rank's slice, H hidden size, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -33,11 +33,7 @@ from ray_ulysses.attention.trunk import classifies
 from ray_ulysses.engine.model_parts import inner_model, replaced_forward, unhooked
 from ray_ulysses.engine.router_loss import router_loss_of
 from ray_ulysses.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ray_ulysses.parallel.mesh import SequenceMesh
+from ray_ulysses.parallel.mesh import SequenceMesh
 
 Pooling = Literal["first", "last", "mean"]
 """Tokens of a document whose hidden states are averaged: the first or last token, or all tokens."""

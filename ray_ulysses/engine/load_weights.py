@@ -89,7 +89,9 @@ class PretrainedWeights:
             UserError: A tensor can't be read or converted, or its shape differs from the model's.
         """
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        quantized = dict(_quantized_weights(model))
+        # Weights that quantized parameters replace are known by their names in the files.
+        modules = ((prefix, one) for prefix, one in model.named_modules() if isinstance(one, Quantized))
+        quantized = {f"{prefix}.{name}": one for prefix, one in modules for name in one.quantized}
         wanted = [one for one in self.conversions if any(name in tensors or name in quantized for name in one.targets)]
         if not is_partitioned:
             for one in wanted:
@@ -181,13 +183,6 @@ def _parts_by_expert(transform: Any) -> list[dict[str, list[_Stored]]]:
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _quantized_weights(model: Any) -> Iterator[tuple[str, Quantized]]:
-    """Yield each weight that a quantized parameter replaces, by its name in the files, and its module."""
-    for prefix, module in model.named_modules():
-        if isinstance(module, Quantized):
-            yield from ((f"{prefix}.{name}", module) for name in module.quantized)
 
 
 def _parts(targets: Sequence[str], tensors: Mapping[str, Any], quantized: Mapping[str, Quantized]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,8 @@ from ray_ulysses.engine.router_loss import SCORES_WANTED, RouterLoss, router_los
 from ray_ulysses.engine.tiled_loss import TiledLoss, TokenLoss, token_losses
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
-
-if TYPE_CHECKING:
-    from ray_ulysses.parallel.layout import TileSetting
-    from ray_ulysses.parallel.mesh import SequenceMesh
+from ray_ulysses.parallel.layout import TileSetting
+from ray_ulysses.parallel.mesh import SequenceMesh
 
 _log = get_logger(__name__)
 
@@ -332,8 +330,11 @@ def _losses(model: Any) -> tuple[float, float] | None:
         inputs["output_router_logits"] = False
     # Some forwards read the router_logits field of the decoder's output.
     output = MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, _TOKENS, config.hidden_size))
+
+    def head(*_: Any) -> torch.Tensor:
+        return logits_1NV
+
     # A few forwards read the dtype of the head's weight.
-    head = partial(_given, logits_1NV)
     vars(head)["weight"] = logits_1NV
     try:
         with torch.no_grad():
@@ -359,7 +360,3 @@ def _finished(parts: ModelParts, output: Any, head: Any, inputs: dict[str, Any])
                 raise
             object.__setattr__(output, error.name, None)
     raise AttributeError(f"the forward reads more than {_MOST_FIELDS} outputs of its decoder")
-
-
-def _given(result: torch.Tensor, *_: Any) -> torch.Tensor:
-    return result

@@ -12,8 +12,13 @@ import torch
 from torch import nn
 
 from ray_ulysses.attention.mixers import find_mixers, shared_sizes
+from ray_ulysses.attention.probe import ProbeResult
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.attention.refusals import refuse_config, refuse_direction, refuse_inexact
+from ray_ulysses.checkpoint.state import StateDescription
+from ray_ulysses.config import Config
+from ray_ulysses.config.model import AdapterSection
+from ray_ulysses.config.objective import Task
 from ray_ulysses.engine.adapter import add_adapter, count_trained, find_adapted, trained_part
 from ray_ulysses.engine.adapter_start import load_adapter, refuse_other_adapter, refuse_other_tensors, unapplied
 from ray_ulysses.engine.heads import pooling_of
@@ -37,20 +42,12 @@ from ray_ulysses.engine.router_loss import router_loss_of, set_router_loss
 from ray_ulysses.engine.text_part import Part, keep_text_part, model_class
 from ray_ulysses.engine.zero_state import FP32, FROZEN, differing
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_shape import HYBRID_LAYER_TYPES
+from ray_ulysses.model_shape import HYBRID_LAYER_TYPES, ModelShape
 from ray_ulysses.planner.settings import kept_attention
-from ray_ulysses.trained_part import MuonPart
+from ray_ulysses.trained_part import MuonPart, TrainedPart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from ray_ulysses.attention.probe import ProbeResult
-    from ray_ulysses.checkpoint.state import StateDescription
-    from ray_ulysses.config import Config
-    from ray_ulysses.config.model import AdapterSection
-    from ray_ulysses.config.objective import Task
-    from ray_ulysses.model_shape import ModelShape
-    from ray_ulysses.trained_part import TrainedPart
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -268,7 +265,8 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
     widths = [_attention_widths(one, usual) for one in used if type(one).__name__.endswith("Attention")]
     experts, idle = shape.experts, 0
     if experts is not None:
-        held = _expert_parameters(model, experts.count)
+        stacked = (one for name, one in model.named_parameters() if "experts." in name and one.dim() == 3)
+        held = [one.numel() for one in stacked if one.shape[0] == experts.count]
         idle = sum(size - size * experts.active // experts.count for size in held)
         experts = experts if held else None
     beside = shape.hidden_size + (1 if shape.tied_embeddings else 2) * shape.embedding_parameters
@@ -295,11 +293,6 @@ def _attention_widths(attention: Any, usual: int) -> tuple[int, int]:
     values: int = next((output.in_features for output in outputs if output is not None), usual)
     of_latent: int | None = getattr(attention, "qk_head_dim", None)
     return (values if of_latent is None else attention.num_heads * of_latent), values
-
-
-def _expert_parameters(model: Any, count: int) -> list[int]:
-    named = model.named_parameters()
-    return [one.numel() for name, one in named if "experts." in name and one.dim() == 3 and one.shape[0] == count]
 
 
 def _repeated_parameters(model: Any) -> int:
@@ -503,14 +496,13 @@ def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
     hf_config = _trained_config(config)
     refuse_architecture(hf_config, config.model.part, config.objective.task)
     torch.manual_seed(config.run.seed)
-    model: Any = model_class(hf_config, config.model.part, config.objective.task).from_config(
+    model: PreTrainedModel = model_class(hf_config, config.model.part, config.objective.task).from_config(
         hf_config, dtype=torch.float32
     )
     for parameter in model.parameters():
         # Buffers stay in fp32, because rounded rotary frequencies would be wrong at large positions.
         parameter.data = parameter.data.to(dtype)
-    initialized: PreTrainedModel = model
-    return initialized
+    return model
 
 
 def _pretrained_model(config: Config, dtype: torch.dtype) -> tuple[PreTrainedModel, PretrainedWeights]:
@@ -557,7 +549,9 @@ def allocate_weights(model: nn.Module, dtype: torch.dtype, partition: Mapping[st
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter not in allocated:
-                fresh = nn.Parameter(_memory(parameter, dtype, device), requires_grad=parameter.requires_grad)
+                own = dtype if parameter.is_floating_point() else parameter.dtype
+                memory = torch.empty(parameter.shape, dtype=own, device=device)
+                fresh = nn.Parameter(memory, requires_grad=parameter.requires_grad)
                 fresh.__dict__.update(vars(parameter))
                 if partitioner is not None:
                     partitioner._convert_to_zero_parameters([fresh])
@@ -565,11 +559,6 @@ def allocate_weights(model: nn.Module, dtype: torch.dtype, partition: Mapping[st
             setattr(module, name, allocated[parameter])
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
-
-
-def _memory(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    dtype = dtype if parameter.is_floating_point() else parameter.dtype
-    return torch.empty(parameter.shape, dtype=dtype, device=device)
 
 
 def _partitioner(partition: Mapping[str, Any]) -> Any:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray_ulysses.attention.refusals import noise_settings
+from ray_ulysses.config import Config
 from ray_ulysses.config.model import RopeSection
+from ray_ulysses.config.objective import Task
 from ray_ulysses.engine.quantized_source import format_name, take_quantization
 from ray_ulysses.engine.stored_weights import SOURCES, resolve_tie
 from ray_ulysses.engine.text_part import auto_class
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import refuse_implausible
 from ray_ulysses.storage.hub import hub_folder
-
-if TYPE_CHECKING:
-    from ray_ulysses.config import Config
-    from ray_ulysses.config.objective import Task
 
 
 def planned_config(config: Config) -> Any:

@@ -7,17 +7,15 @@ scores with hooks, in a private list that exists while the decoder runs. Only th
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from ray_ulysses.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    import torch
-    from torch import nn
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -61,7 +59,7 @@ class ModelParts:
         try:
             self.forward(self._with({self.decoder: self._stand_in(decode)}), *args, **kwargs)
         except _Decoded as reached:
-            output = reached.output
+            output = reached.args[0]
         else:
             raise NoTilesError(f"{type(self.model).__name__}.forward does not call {self.decoder!r}; {_INSTEAD}")
         if not is_dataclass(output) or not hasattr(output, "last_hidden_state"):
@@ -123,9 +121,7 @@ class _Decoder:
 
 
 class _Decoded(Exception):
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
+    """Raised to stop a model's forward at the end of the decoder; carries the decoder's output."""
 
 
 def refuse_auxiliary_loss(output: Any) -> None:
@@ -139,7 +135,6 @@ def refuse_auxiliary_loss(output: Any) -> None:
 
 def inner_model(model: Any) -> Any:
     """Return the outermost ``PreTrainedModel`` inside a model or engine, or None if there is none."""
-    from torch import nn
     from transformers import PreTrainedModel
 
     if not isinstance(model, nn.Module):
@@ -195,7 +190,8 @@ def unhooked(module: nn.Module) -> nn.Module:
     stand_in: nn.Module = object.__new__(type(module))
     children = {name: child if child is None else unhooked(child) for name, child in module._modules.items()}
     none: dict[str, Any] = {name: OrderedDict() for name in _HOOKS}
-    recorders = {key: hook for key, hook in module._forward_hooks.items() if is_recorder(hook)}
+    hooks = module._forward_hooks.items()
+    recorders = {key: hook for key, hook in hooks if getattr(hook, "__module__", None) in _RECORDERS}
     none["_forward_hooks"] = OrderedDict(recorders)
     stand_in.__dict__ = {**module.__dict__, **none, "_modules": children, "_compiled_call_impl": None}
     return stand_in
@@ -217,7 +213,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 _RECORDERS = ("transformers.utils.output_capturing", "ray_ulysses.engine.router_health")
-"""Modules whose hooks record the outputs of routers."""
+"""Modules whose hooks record the outputs of routers: Transformers' collector, and `RouterWatch`."""
 _SCORES = "router_logits"
 
 
@@ -240,11 +236,6 @@ def record(scores: Sequence[torch.Tensor]) -> None:
     """Append scores to the router scores that Transformers is collecting."""
     if scores:
         _collector().get()[_SCORES].extend(scores)
-
-
-def is_recorder(hook: Any) -> bool:
-    """Return whether a forward hook is Transformers' hook for collecting module outputs, or that of `RouterWatch`."""
-    return getattr(hook, "__module__", None) in _RECORDERS
 
 
 def _collector() -> Any:

@@ -14,15 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ray_ulysses.engine.optimizer import Matrices
 from ray_ulysses.engine.partition_view import GroupView, Zero3View
-
-if TYPE_CHECKING:
-    from ray_ulysses.engine.optimizer import Matrices
 
 MOMENTUM = 0.95
 _STEPS = 5
@@ -51,11 +49,6 @@ class _Matrix:
         first, last = self.bounds[rank], self.bounds[rank + 1]
         start, stop = self.start, self.start + self.rows * self.columns
         return min(max(start, first), last), min(max(stop, first), last)
-
-    def sizes(self) -> list[int]:
-        """Return the number of the matrix's elements on each rank."""
-        pieces = (self.piece(rank) for rank in range(len(self.bounds) - 1))
-        return [stop - start for start, stop in pieces]
 
 
 class MuonAdamW(torch.optim.AdamW):
@@ -130,13 +123,9 @@ class MuonAdamW(torch.optim.AdamW):
         state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
         flat.mul_(1 - group["lr"] * group["weight_decay"])
         for batch in self._batches[id(flat)]:
-            self._step_batch(flat, batch, state["momentum_buffer"], group["lr"])
-
-    def _step_batch(self, flat: torch.Tensor, batch: Sequence[_Matrix], momentum: torch.Tensor, lr: float) -> None:
-        assert flat.grad is not None
-        for matrix, start, update in self._orthogonalized(batch, flat.grad, momentum):
-            rate = lr * _RMS_OF_ADAMW * math.sqrt(max(matrix.rows, matrix.columns))
-            flat.narrow(0, start, update.numel()).add_(update, alpha=-rate)
+            for matrix, start, update in self._orthogonalized(batch, gradient, state["momentum_buffer"]):
+                rate = group["lr"] * _RMS_OF_ADAMW * math.sqrt(max(matrix.rows, matrix.columns))
+                flat.narrow(0, start, update.numel()).add_(update, alpha=-rate)
 
     def _orthogonalized(
         self, batch: Sequence[_Matrix], gradient: torch.Tensor, momentum: torch.Tensor
@@ -158,7 +147,8 @@ class MuonAdamW(torch.optim.AdamW):
         )
         sent_sizes = [size for _, size in pieces] + [0] * (view.world_size - len(batch))
         own = batch[view.rank] if view.rank < len(batch) else None
-        sizes = own.sizes() if own is not None else [0] * view.world_size
+        ranks = range(view.world_size)
+        sizes = [0] * len(ranks) if own is None else [stop - start for start, stop in map(own.piece, ranks)]
         received = sent.new_empty(sum(sizes))
         dist.all_to_all_single(received, sent, sizes, sent_sizes, group=view.process_group)
         if own is not None:

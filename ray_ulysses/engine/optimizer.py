@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from ray_ulysses.attention.mixer_layouts import layout_of
-from ray_ulysses.config.optimizer import OptimizerKind
+from ray_ulysses.config.optimizer import OptimizerKind, ParameterGroup
 from ray_ulysses.engine.parameter_names import first_match, parameter_names
 from ray_ulysses.engine.partition_view import shape_of
-
-if TYPE_CHECKING:
-    from ray_ulysses.config.optimizer import ParameterGroup
 
 # State-space matrix A and skip coefficients D, and the scale of clipping layers that replace norms.
 _EXEMPT = frozenset({"A_log", "D", "scale"})

@@ -6,18 +6,16 @@ import difflib
 import math
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ray_ulysses.config.optimizer import ParameterGroup
 from ray_ulysses.engine.partition_view import shape_of
 from ray_ulysses.errors import UserError
 from ray_ulysses.trained_part import MatchedParameters
-
-if TYPE_CHECKING:
-    from ray_ulysses.config.optimizer import ParameterGroup
 
 PREFIX = "base_model.model."
 """Prefix that PEFT adds to the base model's tensor names, in the model and in adapter files."""

@@ -41,16 +41,6 @@ _LEAST_VALUE = 1e-12
 """Least maximum of a row from which an fp8 scale is computed, so that rows of zeros do not become NaN."""
 
 
-def num_scales(shape: tuple[int, ...], dtype: QuantizedDtype) -> int:
-    """Return the number of scales of a quantized weight."""
-    return torch.Size(shape).numel() // (_NF4_BLOCK if dtype == "nf4" else shape[-1])
-
-
-def packed_bytes(num_elements: int, dtype: QuantizedDtype) -> int:
-    """Return the number of bytes of a quantized weight's values, without scales."""
-    return num_elements // 2 if dtype == "nf4" else num_elements
-
-
 @torch.no_grad()
 def quantize(weight: torch.Tensor, dtype: QuantizedDtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a weight of any shape, on its device, which may be the meta device.
@@ -61,10 +51,10 @@ def quantize(weight: torch.Tensor, dtype: QuantizedDtype) -> tuple[torch.Tensor,
     Raises:
         UserError: torchao can't be imported.
     """
-    if weight.is_meta:
-        size = packed_bytes(weight.numel(), dtype) // weight.element_size()
-        return weight.new_empty(size), weight.new_empty(num_scales(tuple(weight.shape), dtype))
     block = _NF4_BLOCK if dtype == "nf4" else weight.shape[-1]
+    if weight.is_meta:
+        num_bytes = weight.numel() // 2 if dtype == "nf4" else weight.numel()
+        return weight.new_empty(num_bytes // weight.element_size()), weight.new_empty(weight.numel() // block)
     packed, scales = [], []
     for part_NB in weight.reshape(-1, block).split(max(1, _ENCODED_ELEMENTS // block)):
         values, scale_N = _encoded(part_NB.float(), dtype, weight.dtype)
@@ -86,8 +76,11 @@ def _encoded(blocks_NB: torch.Tensor, dtype: QuantizedDtype, stored: torch.dtype
         zero_N1 = torch.zeros_like(scale_N1, dtype=torch.int8)
         encoded = ao.Int8Tensor.from_hp(blocks_NB, ao.PerRow(), scale=scale_N1.float(), zero_point=zero_N1)
         return encoded.qdata, scale_N1
+    from torchao.quantization.quantize_.common import KernelPreference
+
     # Not the kernels of mslk, so that the values do not depend on what is installed.
-    encoded = ao.Float8Tensor.from_hp(blocks_NB, hp_value_lb=_LEAST_VALUE, kernel_preference=_torch_kernels())
+    kernels = KernelPreference.TORCH
+    encoded = ao.Float8Tensor.from_hp(blocks_NB, hp_value_lb=_LEAST_VALUE, kernel_preference=kernels)
     return encoded.qdata, encoded.scale
 
 
@@ -348,9 +341,3 @@ def torchao() -> Any:
             "pip install 'ray-ulysses[quantized]'"
         ) from error
     return quantization
-
-
-def _torch_kernels() -> Any:
-    from torchao.quantization.quantize_.common import KernelPreference
-
-    return KernelPreference.TORCH

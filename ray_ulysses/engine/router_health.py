@@ -14,17 +14,15 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from ray_ulysses.attention.batch import ShardedBatch
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.compilation import not_compiled
-
-if TYPE_CHECKING:
-    from ray_ulysses.attention.batch import ShardedBatch
 
 _BIASES = ("e_score_correction_bias", "expert_bias")
 _LOG_SCORES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
@@ -71,7 +69,8 @@ class RouterWatch:
     def __init__(self, model: nn.Module, bias_rate: float | None = None) -> None:
         refuse_no_bias(model, bias_rate)
         self._rate = bias_rate
-        self._is_token_N: torch.Tensor | None = None
+        self.is_token_N: torch.Tensor | None = None
+        """Whether each of this rank's tokens counts, as bool ``[N]``; None outside of `counting`."""
         self._routers = [
             _Router(watch=self, model=model, name=name, output=output) for name, output in _find_routers(model)
         ]
@@ -80,11 +79,6 @@ class RouterWatch:
             if bias_rate is not None and (bias := router.bias) is not None:
                 # Updates of 1e-3 would be rounded away in bf16.
                 bias.data = bias.data.float()
-
-    @property
-    def is_token_N(self) -> torch.Tensor | None:
-        """Whether each of this rank's tokens counts, as bool ``[N]``; None outside of `counting`."""
-        return self._is_token_N
 
     @contextmanager
     def counting(self, batch: ShardedBatch) -> Iterator[None]:
@@ -96,13 +90,13 @@ class RouterWatch:
         Raises:
             UserError: ``bias_rate`` is set, but a router did not report each token exactly once.
         """
-        self._is_token_N = (batch.document_lengths_BL > 0).flatten()
+        self.is_token_N = (batch.document_lengths_BL > 0).flatten()
         for router in self._routers:
             router.num_seen = 0
         try:
             yield
         finally:
-            num_tokens, self._is_token_N = self._is_token_N.numel(), None
+            num_tokens, self.is_token_N = self.is_token_N.numel(), None
         if any(router.num_seen != num_tokens for router in self._routers):
             self._give_up()
 
@@ -207,9 +201,10 @@ class _Router:
 
     def summary(self, sums: torch.Tensor) -> LayerRouting:
         tokens_E, entropy = sums[:-1], float(sums[-1])
-        total = float(tokens_E.sum())
+        total, numbered = float(tokens_E.sum()), _LAYER.search(self.name)
+        assert numbered is not None
         return LayerRouting(
-            layer=_layer_of(self.name),
+            layer=int(numbered[1]),
             imbalance=float(tokens_E.max()) * self.num_experts / total,
             dead=int((tokens_E == 0).sum()),
             entropy=entropy * self._top_k / total,
@@ -251,12 +246,6 @@ def _find_routers(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 _LAYER = re.compile(r"\.(\d+)\.")
-
-
-def _layer_of(name: str) -> int:
-    found = _LAYER.search(name)
-    assert found is not None
-    return int(found[1])
 
 
 def _bias_of(model: nn.Module, router: str) -> torch.Tensor | None:

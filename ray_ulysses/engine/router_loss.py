@@ -11,22 +11,17 @@ Legend: B rows, L tokens of this rank's slice, N = B * L, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ray_ulysses.attention.batch import IGNORE_INDEX
-from ray_ulysses.engine.model_parts import NoTilesError, find_parts
+from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
+from ray_ulysses.engine.model_parts import ModelParts, NoTilesError, find_parts
 from ray_ulysses.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from ray_ulysses.attention.batch import ShardedBatch
-    from ray_ulysses.engine.model_parts import ModelParts
 
 SCORES_WANTED = {"output_router_logits": True}
 """Keyword argument that makes a model return router scores."""
@@ -214,7 +209,7 @@ def _find(model: Any) -> RouterLoss:
         has_loss = True
         for top_k in range(1, num_experts + 1):
             loss = RouterLoss(num_experts=num_experts, top_k=top_k, coefficient=1.0)
-            if all(_is_close(_alone(probe.scores, loss), probe.loss) for probe in (small, large)):
+            if all(abs(_alone(one.scores, loss) - one.loss) <= 1e-5 * abs(one.loss) for one in (small, large)):
                 # Round to fp32 precision, in which the forward multiplies.
                 coefficient = float(f"{small.added / small.loss:.7g}") if small.loss else 0.0
                 return RouterLoss(num_experts=num_experts, top_k=top_k, coefficient=coefficient)
@@ -267,7 +262,3 @@ def _alone(scores: Sequence[torch.Tensor], loss: RouterLoss) -> float:
     one = torch.ones(1, 1, dtype=torch.int64)
     counts_BE = _choices(scores, loss.top_k, is_token_BL)
     return float(_weighted(scores, loss, is_token_BL, counts_BE, one * is_token_BL.shape[1], one))
-
-
-def _is_close(ours: float, wanted: float) -> bool:
-    return abs(ours - wanted) <= 1e-5 * abs(wanted)

@@ -18,28 +18,23 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ray_ulysses.attention import ulysses
 from ray_ulysses.attention.batch import IGNORE_INDEX, shard_batch
-from ray_ulysses.clock import SystemClock
+from ray_ulysses.attention.kernels import KernelName
+from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.engine import loss as losses
 from ray_ulysses.engine.self_test_attention import AttentionSettings, measure_attention
-from ray_ulysses.engine.zero import build_engine
+from ray_ulysses.engine.zero import ZeroSettings, build_engine
 from ray_ulysses.errors import BrokenRanksError, RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.collectives import BlockExchange, Circulation
 from ray_ulysses.parallel.gpu_environment import nccl_log, transports
-from ray_ulysses.parallel.mesh import SequenceMesh
-
-if TYPE_CHECKING:
-    from ray_ulysses.attention.kernels import KernelName
-    from ray_ulysses.clock import Clock
-    from ray_ulysses.engine.zero import ZeroSettings
-    from ray_ulysses.parallel.mesh import Role
+from ray_ulysses.parallel.mesh import Role, SequenceMesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -359,9 +354,7 @@ def measure_step(
     sp_first = dist.get_global_rank(mesh.group("sp"), 0)
     dp_rank, dp_size = sp_first // mesh.sp_size, mesh.world_size // mesh.sp_size
     # Alternate between two rows, so that the reference for any world size is a weighted sum of two rows.
-    weights = [0, 0]
-    for index in range(dp_size * accumulation):
-        weights[index % 2] += 1
+    weights = [(dp_size * accumulation + 1) // 2, dp_size * accumulation // 2]
     mine = [(dp_rank * accumulation + micro) % 2 for micro in range(accumulation)]
 
     tiny = replace(

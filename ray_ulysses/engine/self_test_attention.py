@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,7 @@ from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
 from ray_ulysses.attention.kernels.reference import attention_by_definition, visible_tokens
 from ray_ulysses.attention.ulysses import context_maker, set_window, ulysses_attention
 from ray_ulysses.parallel.layout import row_multiple
-
-if TYPE_CHECKING:
-    from ray_ulysses.parallel.mesh import SequenceMesh
+from ray_ulysses.parallel.mesh import SequenceMesh
 
 _LEAST_TOKENS = 256
 _SEED = 20

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ray_ulysses.config.objective import Task
 
 Part = Literal["whole", "text"]
@@ -91,7 +89,7 @@ def keep_text_part(model: Any) -> None:
             f"model.part=text: {type(model).__name__} does not expose its text decoder and output head, so they can't "
             "be trained separately; use another model"
         )
-    around: nn.Module = model
+    around = model
     for name in place.split("."):
         inner = getattr(around, name)
         for other, child in list(around.named_children()):

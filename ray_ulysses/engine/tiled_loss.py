@@ -10,28 +10,22 @@ Legend: B rows, L tokens of this rank's slice, N = B * L, T tokens of a tile, H 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
-from ray_ulysses.engine.model_parts import replaced_forward
+from ray_ulysses.engine.model_parts import ModelParts, replaced_forward
 from ray_ulysses.engine.router_loss import SCORES_WANTED, RouterLoss, router_loss_sum
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.compilation import not_compiled
 from ray_ulysses.parallel.layout import TileSetting, loss_tile_tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
-
-    from ray_ulysses.engine.model_parts import ModelParts
 
 TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Function from the labels' log-probabilities, fp32 ``[T]``, and the labels, int64 ``[T]``, to each token's loss."""

@@ -9,11 +9,13 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from ray_ulysses.attention.mixer_layouts import layout_of
+from ray_ulysses.config.optimizer import OptimizerKind, ParameterGroup
 from ray_ulysses.engine.adapter import reads_others
 from ray_ulysses.engine.base_fingerprint import base_fingerprint
 from ray_ulysses.engine.bf16_moments import AdamWBf16Moments
@@ -25,11 +27,6 @@ from ray_ulysses.engine.zero_state import named_tensors
 from ray_ulysses.planner.state_memory import NVME_BUFFERS, NVME_SUB_GROUP, REDUCE_BUCKET
 from ray_ulysses.storage.lock import lock, lock_file
 from ray_ulysses.storage.regular import NotAPlainFileError, open_inside
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ray_ulysses.config.optimizer import OptimizerKind, ParameterGroup
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """glibc's mallopt constants M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (malloc.h)."""
@@ -295,7 +292,12 @@ class SwapFolder:
         with os.fdopen(open_inside(root / LOCK_FILE, root, os.O_RDWR | os.O_CREAT)) as turn:
             lock(turn.fileno(), wait=True)
             for folder in root.glob(f"{_PREFIX}*"):
-                _delete_if_dead(folder)
+                # A folder is skipped if its owner is alive or has just deleted it, or if it is a link not created by
+                # this class.
+                with suppress(BlockingIOError, FileNotFoundError, NotAPlainFileError):
+                    descriptor = lock_file(folder / LOCK_FILE, root)
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.close(descriptor)
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
             self._lock = lock_file(self.path / LOCK_FILE)
 
@@ -303,13 +305,3 @@ class SwapFolder:
         """Delete the folder. Call this method once, after the last swap."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
-
-
-def _delete_if_dead(folder: Path) -> None:
-    try:
-        descriptor = lock_file(folder / LOCK_FILE, folder.parent)
-    except (BlockingIOError, FileNotFoundError, NotAPlainFileError):
-        # The owner is alive or has just deleted the folder, or the folder is a link not created by this class.
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(descriptor)

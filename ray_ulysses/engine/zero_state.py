@@ -47,7 +47,8 @@ class StateReader:
         The result is a view of the live state: copy or store its contents before the next step.
         """
         view, tensors = self._view, self._tensors
-        moments = Moments(view, exist=has_moments(view))
+        # The optimizer creates its moments in its first step.
+        moments = Moments(view, exist=any(view.inner.state.get(flat) for flat in view.flats))
         description = describe(self._engine, tensors, view, moments)
         resident = (*rounded_parts(tensors, view), *untrained_parts(tensors, view, is_writing=False))
         if len(view.resident_groups) > 1:
@@ -136,11 +137,6 @@ class Moments:
 
     def _of_group(self, group: int) -> Mapping[str, torch.dtype]:
         return MOMENTS[self._view.inner.param_groups[group]["kind"]] if self.exist else {}
-
-
-def has_moments(view: PartitionView) -> bool:
-    """Return whether the optimizer has moments, which it creates in its first step."""
-    return any(view.inner.state.get(flat) for flat in view.flats)
 
 
 FP32 = "fp32"
