@@ -135,13 +135,11 @@ class CallRecorder:
         return None
 
 
-def _numbered(calls: list[ModuleCall]) -> list[tuple[tuple[str, int], ModuleCall]]:
+def _numbered(calls: list[ModuleCall]) -> Iterator[tuple[tuple[str, int], ModuleCall]]:
     counts: Counter[str] = Counter()
-    numbered = []
     for call in calls:
-        numbered.append(((call.name, counts[call.name]), call))
+        yield (call.name, counts[call.name]), call
         counts[call.name] += 1
-    return numbered
 
 
 def agree(first_BTF: torch.Tensor, second_BTF: torch.Tensor, places: Sequence[Arrangement]) -> bool:

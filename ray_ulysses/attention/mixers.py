@@ -313,7 +313,7 @@ _OWN_NAME = "cu_seq_lens_q"
 
 def packed_arguments(module: nn.Module, layout: MixerLayout, context: AttentionContext) -> dict[str, Any] | None:
     """Return the arguments that make a layer separate packed documents, or None if each document needs its own call."""
-    code = _forward_of(module).__code__
+    code = inspect.unwrap(type(module).forward).__code__
     found = {facts["func_name"]: facts for facts in _package_functions(module) if facts["func_name"] in _TABLES}
     has_recurrence = any(name != _CONVOLUTION for name in found)
     if not found or (layout.multiply_adds > 0) != has_recurrence:
@@ -333,13 +333,9 @@ def packed_arguments(module: nn.Module, layout: MixerLayout, context: AttentionC
     return tables
 
 
-def _forward_of(module: nn.Module) -> Any:
-    return inspect.unwrap(type(module).forward)
-
-
 def _package_functions(module: nn.Module) -> Iterator[Mapping[str, Any]]:
     """Yield Transformers' description of each kernel package function to which a layer's forward refers."""
-    forward = _forward_of(module)
+    forward = inspect.unwrap(type(module).forward)
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
         if inspect.isfunction(function) and "is_new_implementation" in function.__code__.co_freevars:

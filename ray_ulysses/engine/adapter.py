@@ -357,18 +357,6 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def trained_part(model: Any, adapter: AdapterSection) -> TrainedPart:
-    """Return the number and kinds of parameters that an adapter trains. The meta-device ``model`` is modified.
-
-    Raises:
-        UserError: The adapter settings do not fit the model; see `add_adapter`.
-    """
-    before = _count(model.parameters())
-    with torch.device("meta"):
-        adapted = add_adapter(model, adapter, seed=0)
-    return count_trained(model, added=_count(adapted.parameters()) - before)
-
-
 def count_trained(model: Any, added: int = 0) -> TrainedPart:
     """Return the number and kinds of a model's trained parameters, of which ``added`` are adapters'."""
     head = model.get_output_embeddings()

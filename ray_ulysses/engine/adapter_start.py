@@ -94,17 +94,13 @@ def _differences(model: Any, adapter: AdapterSection, fields: Mapping[str, Any])
 def refuse_other_tensors(adapted_model: Any, adapter: AdapterSection) -> None:
     """Raise a `UserError` unless an existing adapter has the trained tensors of a model, with equal shapes."""
     shown, folder = _folder(adapter)
-    named = [
-        (_full_name(name), one)
-        for name, one in adapted_model.named_parameters(remove_duplicate=False)
-        if one.requires_grad
-    ]
     # A tied tensor is in the file under each of its names.
-    wanted = {name: shape_of(one) for name, one in named}
+    named = adapted_model.named_parameters(remove_duplicate=False)
+    wanted = {_full_name(name): shape_of(one) for name, one in named if one.requires_grad}
     with _opened(shown, folder) as file:
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     for name, shape in wanted.items():
-        if found.get(name) != tuple(shape):
+        if found.get(name) != shape:
             have = "lacks it" if name not in found else f"has {list(found[name])}"
             raise UserError(
                 f"{shown}: {name} is {list(shape)} in the model with model.adapter, but {ADAPTER_FILE} {have}; use the "
@@ -128,10 +124,9 @@ def load_adapter(adapted_model: Any, adapter: AdapterSection) -> None:
     shown, folder = _folder(adapter)
     with _opened(shown, folder) as file:
         for name, parameter in adapted_model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            with _whole(parameter):
-                parameter.data.copy_(file.get_tensor(_full_name(name)))
+            if parameter.requires_grad:
+                with _whole(parameter):
+                    parameter.data.copy_(file.get_tensor(_full_name(name)))
 
 
 def _full_name(name: str) -> str:

@@ -80,7 +80,9 @@ def _update(
     which are not vectorized.
     """
     beta1, beta2 = group["betas"]
-    bits = _hashed(key, first, weight.numel(), weight.device)
+    # SplitMix64's outputs from number `first`, for the seed `key`.
+    states = torch.arange(first + 1, first + weight.numel() + 1, dtype=torch.int64, device=weight.device)
+    bits = mixed(states.mul_(INCREMENT).add_(key))
     new_mean = (mean.float() * beta1).add_(gradient * (1 - beta1))
     new_variance = (variance.float() * beta2).add_((gradient * gradient).mul_(1 - beta2))
     mean.copy_(_rounded(new_mean, bits & 0xFFFF))
@@ -100,9 +102,3 @@ def _rounded(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 def _key(seed: int, name: str, step: int) -> int:
     digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def _hashed(key: int, first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return SplitMix64's outputs number ``first`` to ``first + count - 1`` for the seed ``key``, as int64."""
-    x = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
-    return mixed(x.mul_(INCREMENT).add_(key))

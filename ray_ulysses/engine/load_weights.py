@@ -34,7 +34,6 @@ _SCALES = (
     ("_blocks", "_scales"),
 )
 """Endings of a quantized tensor's name, and of its scale's name in the same file."""
-_SCALE_NAMES = tuple(scale for _, scale in _SCALES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,7 +369,7 @@ def _unscaled(transforms: Mapping[str, Any], stored: Mapping[str, Any]) -> str |
         own: set[str] = transform.layer_targets[name]
         for key in sorted(key for key in own if stored[key].get_dtype() in _QUANTIZED):
             scales = [key.removesuffix(end) + scale for end, scale in _SCALES if key.endswith(end)]
-            if not key.endswith(_SCALE_NAMES) and own.isdisjoint(scales):
+            if not key.endswith(tuple(scale for _, scale in _SCALES)) and own.isdisjoint(scales):
                 return key
     return None
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ray_ulysses.attention.mixers import find_mixers, shared_sizes
 from ray_ulysses.attention.probe import ProbeResult
@@ -19,7 +20,7 @@ from ray_ulysses.checkpoint.state import StateDescription
 from ray_ulysses.config import Config
 from ray_ulysses.config.model import AdapterSection
 from ray_ulysses.config.objective import Task
-from ray_ulysses.engine.adapter import add_adapter, count_trained, find_adapted, trained_part
+from ray_ulysses.engine.adapter import add_adapter, count_trained, find_adapted
 from ray_ulysses.engine.adapter_start import load_adapter, refuse_other_adapter, refuse_other_tensors, unapplied
 from ray_ulysses.engine.heads import pooling_of
 from ray_ulysses.engine.load_weights import PretrainedWeights, find_weights, together
@@ -155,8 +156,6 @@ def compile_layers(model: torch.nn.Module) -> None:
 
 
 def _compilable_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     layers: list[torch.nn.Module] = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
     if not layers:
         raise UserError(
@@ -180,7 +179,10 @@ def find_trained_part(config: Config) -> TrainedPart | None:
 def _adapted(config: Config, adapter: AdapterSection) -> tuple[TrainedPart, Any]:
     """Return the trained part of a run with an adapter, and the model on the meta device with the adapter."""
     model = planned_model(config)
-    part = trained_part(model, adapter)
+    before = sum(one.numel() for one in model.parameters())
+    with torch.device("meta"):
+        adapted = add_adapter(model, adapter, seed=0)
+    part = count_trained(model, added=sum(one.numel() for one in adapted.parameters()) - before)
     if config.model.base_dtype != "bf16":
         torchao()
         base = planned_model(config).to(torch_dtype(config.model.dtype))

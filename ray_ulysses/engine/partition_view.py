@@ -61,6 +61,8 @@ class Zero3View:
     """The partition view of a ``DeepSpeedZeroOptimizer_Stage3``.
 
     Each ``resident_groups`` entry, identical on every rank, lists sub-groups that are in memory at the same time.
+    ``inner`` is the optimizer that updates ``flats``, the fp32 master weights of each sub-group, which are empty while
+    the sub-group is swapped out.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -72,18 +74,8 @@ class Zero3View:
         self.resident_groups: tuple[tuple[int, ...], ...] = (resident, *((number,) for number in swapped))
         self.process_group: Any = optimizer.dp_process_group
         self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
-
-    @property
-    def inner(self) -> torch.optim.Optimizer:
-        """The optimizer that updates the flat tensors."""
-        inner: torch.optim.Optimizer = self._optimizer.optimizer
-        return inner
-
-    @property
-    def flats(self) -> Sequence[torch.Tensor]:
-        """fp32 master weights of each sub-group; empty while the sub-group is swapped out."""
-        flats: Sequence[torch.Tensor] = self._optimizer.fp32_partitioned_groups_flat
-        return flats
+        self.inner: torch.optim.Optimizer = optimizer.optimizer
+        self.flats: Sequence[torch.Tensor] = optimizer.fp32_partitioned_groups_flat
 
     def partition_of(self, parameter: Any) -> Partition:
         """Return the location of this rank's elements of a trained parameter."""

@@ -131,11 +131,7 @@ class Quantized(nn.Module):
 
     def packed_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of quantized weights."""
-        for name in self.quantized:
-            for end in (PACKED, SCALES):
-                parameter = self._parameters[name + end]
-                assert parameter is not None
-                yield parameter
+        return (getattr(self, name + end) for name in self.quantized for end in (PACKED, SCALES))
 
     def make_plain(self, parameter_of: Callable[[Quantized, str], nn.Parameter]) -> None:
         """Restore the module's class, with the parameters that a function returns for each quantized weight."""
@@ -252,7 +248,7 @@ def quantize_layers(
         whole: Names of the modules that are trained in full.
         recomputes: Whether no gradient checkpointing surrounds the layers.
     """
-    known: dict[nn.Parameter, tuple[nn.Parameter, nn.Parameter]] = {}
+    known: dict[nn.Parameter, tuple[nn.Parameter, ...]] = {}
     for module, names in list(quantizable(model, whole)):
         plain: Any = type(module)
         shapes = {}
@@ -262,11 +258,8 @@ def quantize_layers(
             shapes[name] = shape_of(parameter)
             # Layers may share a weight.
             if parameter not in known:
-                packed, scales = _quantized_on_device(parameter.data, dtype)
-                known[parameter] = (
-                    nn.Parameter(packed, requires_grad=False),
-                    nn.Parameter(scales, requires_grad=False),
-                )
+                parts = _quantized_on_device(parameter.data, dtype)
+                known[parameter] = tuple(nn.Parameter(part, requires_grad=False) for part in parts)
             for end, part in zip((PACKED, SCALES), known[parameter], strict=True):
                 module.register_parameter(name + end, part)
         module.__class__ = QuantizedLinear if plain is nn.Linear else _quantized_experts(plain)

@@ -80,7 +80,6 @@ def router_loss_of(model: Any) -> RouterLoss | None:
     # Transformers' forward reads the coefficient on every call, so a change invalidates the cached result.
     places = (model, model.config.get_text_config(decoder=True))
     coefficients = [getattr(place, name, None) for place in places for name in _COEFFICIENTS]
-    before: list[Any] | None
     found: RouterLoss | None
     before, found = vars(model).get(_FOUND, (None, None))
     if before != coefficients:

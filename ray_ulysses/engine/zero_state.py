@@ -102,15 +102,15 @@ def make_optimizer_state(view: PartitionView, group: Sequence[int], moments: Mom
     """Allocate zeroed state tensors in the inner optimizer, which has no state before the first step."""
     is_torch = isinstance(view.inner, torch.optim.Adam)
     for number in group:
-        flat = view.flats[number]
+        flat, group_number = view.flats[number], view.group_of_flat(number)
         if not moments.exist:
             view.inner.state.pop(flat, None)
             continue
         state: dict[str, Any] = {
-            name: torch.zeros_like(flat.data, dtype=dtype) for name, dtype in moments.of_flat(number).items()
+            name: torch.zeros_like(flat.data, dtype=dtype) for name, dtype in moments.of_group(group_number).items()
         }
         # torch's Adam counts steps in a tensor, which is on the device if the update is fused; DeepSpeed's in an int.
-        is_fused = is_torch and view.inner.param_groups[view.group_of_flat(number)]["fused"]
+        is_fused = is_torch and view.inner.param_groups[group_number]["fused"]
         device = flat.device if is_fused else "cpu"
         state["step"] = torch.tensor(float(step), dtype=torch.float32, device=device) if is_torch else step
         view.inner.state[flat] = state
@@ -129,13 +129,10 @@ class Moments:
 
     def of(self, parameter: Any) -> Mapping[str, torch.dtype]:
         """Return the moments of a trained parameter."""
-        return self._of_group(self._view.partition_of(parameter).group)
+        return self.of_group(self._view.partition_of(parameter).group)
 
-    def of_flat(self, number: int) -> Mapping[str, torch.dtype]:
-        """Return the moments of a flat tensor."""
-        return self._of_group(self._view.group_of_flat(number))
-
-    def _of_group(self, group: int) -> Mapping[str, torch.dtype]:
+    def of_group(self, group: int) -> Mapping[str, torch.dtype]:
+        """Return the moments of the parameters of an optimizer group."""
         return MOMENTS[self._view.inner.param_groups[group]["kind"]] if self.exist else {}
 
 
