@@ -83,7 +83,8 @@ def apply_ulysses(
     use_attention(model, ATTENTION_NAME)
     base = trunk_of(model)
     kinds = _attach(base, probed)
-    mark_adapters(model)
+    for _, module, active in _adapters(model):
+        setattr(module, _INSPECTED, getattr(module, _INSPECTED, frozenset()) | active)
     current = CurrentBatch()
     follow_documents(model, current)
     drop_by_document(base, current)
@@ -421,12 +422,6 @@ def check_attached(model: nn.Module, kinds: Mapping[str, str], implementation: s
             raise UserError(
                 f"{kind} at {name} was replaced after apply_ulysses; call apply_ulysses again to inspect the new module"
             )
-
-
-def mark_adapters(model: nn.Module) -> None:
-    """Record the active adapters of each PEFT layer as inspected."""
-    for _, module, active in _adapters(model):
-        setattr(module, _INSPECTED, getattr(module, _INSPECTED, frozenset()) | active)
 
 
 def check_adapters(model: nn.Module) -> None:

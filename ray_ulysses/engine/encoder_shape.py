@@ -41,17 +41,13 @@ def with_encoder(config: Config, shape: ModelShape) -> ModelShape:
     is_tied = head is None or head.weight is embedding.weight
     # Tables of positions and segments, norms and biases are not used in matrix products.
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not embedding]
-    vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() < 2)
-    rest = sum(parameter.numel() for parameter in model.parameters()) - shape.hidden_size
+    parameters = list(model.parameters())
+    vectors = sum(one.numel() for one in parameters if one.dim() < 2)
+    rest = sum(one.numel() for one in parameters) - shape.hidden_size
     rest -= (1 if is_tied else 2) * shape.embedding_parameters
     inner = (shape.intermediate_size, 2 * shape.intermediate_size)
-    in_mlps = sum(
-        parameter.numel()
-        for parameter in model.parameters()
-        if parameter.dim() == 2
-        and shape.hidden_size in parameter.shape
-        and any(size in inner for size in parameter.shape)
-    )
+    matrices = (one for one in parameters if one.dim() == 2 and shape.hidden_size in one.shape)
+    in_mlps = sum(one.numel() for one in matrices if any(size in inner for size in one.shape))
     return replace(
         shape,
         tied_embeddings=is_tied,

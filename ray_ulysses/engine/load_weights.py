@@ -128,15 +128,16 @@ class PretrainedWeights:
         for name in one.targets:
             if name not in values:
                 raise unreadable(self.path, f"{name} is missing")
-            own = quantized[name].quantized[_last(name)] if name in quantized else None
+            own = quantized[name].quantized[name.rpartition(".")[2]] if name in quantized else None
             shape = shape_of(tensors[name]) if name in tensors else own
             if shape is not None and values[name].shape != shape:
                 stored, here = list(values[name].shape), list(shape)
                 raise unreadable(self.path, f"{name} is {stored} in the files and {here} in the model")
         result = {name: values[name].detach() for name in one.targets if name in tensors}
         for name in (name for name in one.targets if name in quantized):
-            for part, value in quantized[name].encoded(_last(name), values[name].detach()).items():
-                result[f"{name.removesuffix(_last(name))}{part}"] = value
+            prefix, dot, last = name.rpartition(".")
+            for part, value in quantized[name].encoded(last, values[name].detach()).items():
+                result[f"{prefix}{dot}{part}"] = value
         return result
 
 
@@ -178,10 +179,6 @@ def _parts_by_expert(transform: Any) -> list[dict[str, list[_Stored]]]:
     if merged != [0] or len(counts) > 1 or not is_alone:
         return []
     return [{pattern: [tensors[number]] for pattern, tensors in stored.items()} for number in range(counts.pop())]
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _parts(targets: Sequence[str], tensors: Mapping[str, Any], quantized: Mapping[str, Quantized]) -> Iterator[str]:

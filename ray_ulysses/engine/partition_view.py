@@ -80,12 +80,13 @@ class Zero3View:
     def partition_of(self, parameter: Any) -> Partition:
         """Return the location of this rank's elements of a trained parameter."""
         known = self._partitions.get(id(parameter))
-        return known if known is not None else self._partitions.setdefault(id(parameter), self._locate(parameter))
-
-    def _locate(self, parameter: Any) -> Partition:
-        start, stop = _held(parameter)
-        number, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
-        return Partition(group=self.group_of_flat(number), flat=number, offset=offset, start=start, length=stop - start)
+        if known is None:
+            start, stop = _held(parameter)
+            flat, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+            group = self.group_of_flat(flat)
+            known = Partition(group=group, flat=flat, offset=offset, start=start, length=stop - start)
+            self._partitions[id(parameter)] = known
+        return known
 
     def group_of_flat(self, number: int) -> int:
         """Return the index of a flat tensor's optimizer group."""

@@ -94,7 +94,10 @@ def import_state(engine: Any, description: StateDescription, fill: Callable[[Seq
             make_optimizer_state(view, group, moments, description.optimizer_step)
             fill((*stepped_parts(tensors, view, group, moments), *untrained))
         untrained = ()
-    restore_counters(engine, description)
+    for name in _COUNTERS:
+        setattr(engine, name, description.counters.get(name, 0))
+    # The micro-batch counter depends on the current layout.
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     view.finish()
 
 
@@ -290,13 +293,6 @@ def describe(engine: Any, tensors: NamedTensors, view: PartitionView, moments: M
         counters={name: int(getattr(engine, name)) for name in _COUNTERS},
         base_fingerprint=engine.base_fingerprint,
     )
-
-
-def restore_counters(engine: Any, description: StateDescription) -> None:
-    """Restore the engine's counters. The micro-batch counter is recomputed for the current layout."""
-    for name in _COUNTERS:
-        setattr(engine, name, description.counters.get(name, 0))
-    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
 
 def check_same_model(tensors: NamedTensors, description: StateDescription, moments: Moments) -> None:
