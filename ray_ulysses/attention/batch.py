@@ -260,12 +260,11 @@ def _lengths(
         rows = tuple(_without_trailing_zeros(tuple(map(int, row))) for row in values)
     else:
         rows = (tuple(map(int, values)),)
-    for row, lengths in enumerate(rows):
-        if not lengths:
-            raise UserError(
-                f"document_lengths[{row}] is empty, so the row would consist of padding only; pass the length of at "
-                "least one document, or drop the row"
-            )
+    if () in rows:
+        raise UserError(
+            f"document_lengths[{rows.index(())}] is empty, so the row would consist of padding only; pass the length "
+            "of at least one document, or drop the row"
+        )
     if len(rows) != num_rows:
         raise UserError(
             f"document_lengths has {len(rows)} rows but input_ids has {num_rows}; pass one sequence of lengths per row"

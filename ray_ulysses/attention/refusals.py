@@ -107,7 +107,7 @@ def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> 
     refuse_config(config)
     _refuse_empty(model, kind)
     _refuse_adapters(model)
-    _refuse_modules(model, kind)
+    _refuse_modules(model, base, kind)
     result = probe_model(trunk_of(base))
     if result.problems:
         raise UserError(f"{kind} can't be trained exactly on slices of a row: {'; '.join(result.problems)}")
@@ -201,10 +201,9 @@ def _refuse_adapters(model: nn.Module) -> None:
             )
 
 
-def _refuse_modules(model: nn.Module, kind: str) -> None:
+def _refuse_modules(model: nn.Module, base: Any, kind: str) -> None:
     # Convolutions mix neighboring tokens. Transformers' Conv1D, in GPT-2, is a linear layer.
     known = _known_to_mix(model)
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     # Kimi Linear's full attention is named KimiLinearAttention, so the class name alone does not show recurrence.
     plain = type(base).__name__.split("For")[0] + "Attention"
     recurrent = {

@@ -11,7 +11,7 @@ Legend: B rows, L tokens of this rank's slice, N = B * L, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,7 +186,8 @@ class _WeightedProbabilities(torch.autograd.Function):
 
 def _find(model: Any) -> RouterLoss:
     """Find the router-loss parameters that reproduce the model's own router loss for two sets of scores."""
-    kind = f"{model.config.get_text_config(decoder=True).model_type} sets output_router_logits=True"
+    config = model.config.get_text_config(decoder=True)
+    kind = f"{config.model_type} sets output_router_logits=True"
     way_out = "set optimizer.router_loss: 0.0, or output_router_logits: false in its configuration"
     try:
         parts = find_parts(model)
@@ -196,7 +197,9 @@ def _find(model: Any) -> RouterLoss:
             f"forward was not replaced ({error}); {way_out}"
         ) from error
     has_loss = False
-    for num_experts in _sizes(model):
+    # The number of experts is an integer attribute of the model or of its configuration.
+    values = (*vars(model).values(), *vars(config).values())
+    for num_experts in sorted({value for value in values if type(value) is int and 1 < value <= _MOST_EXPERTS}):
         try:
             small, large = _own_loss(parts, num_experts, 2, 11), _own_loss(parts, num_experts, 3, 17)
         except Exception:
@@ -218,12 +221,6 @@ def _find(model: Any) -> RouterLoss:
             f"loss that can be computed exactly over the slices of a row; {way_out}"
         )
     raise UserError(f"{kind}, but the forward of {type(model).__name__} computes no router loss; {way_out}")
-
-
-def _sizes(model: Any) -> Iterator[int]:
-    """Yield the integer attributes of a model and its configuration that may be the number of experts."""
-    values = (*vars(model).values(), *vars(model.config.get_text_config(decoder=True)).values())
-    yield from sorted({value for value in values if type(value) is int and 1 < value <= _MOST_EXPERTS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
