@@ -14,13 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ray_ulysses.engine.optimizer import Matrices
 from ray_ulysses.engine.partition_view import GroupView, Zero3View
+
+if TYPE_CHECKING:
+    from ray_ulysses.engine.optimizer import Matrices
 
 MOMENTUM = 0.95
 _STEPS = 5

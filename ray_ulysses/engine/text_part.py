@@ -7,12 +7,10 @@ model, regardless of the code around the decoder, and tensor names do not change
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from ray_ulysses.config.objective import Task
 from ray_ulysses.errors import UserError
-
-if TYPE_CHECKING:
-    from ray_ulysses.config.objective import Task
 
 Part = Literal["whole", "text"]
 
