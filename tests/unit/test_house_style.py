@@ -13,7 +13,7 @@ _ROOT = Path(__file__).parents[2]
 _FILES = tuple(sorted((_ROOT / "ray_ulysses").rglob("*.py")))
 _IDS = [str(file.relative_to(_ROOT)) for file in _FILES]
 _MAX_FILE_LINES, _MAX_FUNCTION_LINES, _MAX_INIT_LINES = 600, 80, 30
-_MAX_LINES, _MAX_LINES_OF_CODE = 81_512, 54_574
+_MAX_LINES, _MAX_LINES_OF_CODE = 80_807, 54_303
 """Of the whole package; a feature that needs more raises them in its commit, with the reason."""
 
 
