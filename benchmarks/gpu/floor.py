@@ -6,16 +6,11 @@ What a step takes above it are element-wise operations, copies, the optimizer's 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-
-if str(Path(__file__).resolve().parents[2]) not in sys.path:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.bench_kernels import HEAD_SIZE, Row, inputs, our_runs
 from ray_ulysses.attention.kernels import Demand, KernelEntry

@@ -27,6 +27,7 @@ from benchmarks.gpu.bench_recipe import RECIPE
 from benchmarks.gpu.bench_step import STEP
 from benchmarks.gpu.case_runs import Benchmark, Measure, case_name, measured, run, tiny, typical
 from benchmarks.runner import REPOSITORY, RESULTS, gpu_provenance, origin, say, store, table
+from ray_ulysses.attention.kernels.flash import FLASH_4
 
 LIMIT_S = 480.0
 _SMOKE = (
@@ -155,6 +156,8 @@ def kernels(lease: Lease) -> list[Found]:
         code, text = lease.call(command, variables, lease.left_s)
         result = "stored in kernels_gpu" if code == 0 else text[-500:]
         found.append({"what": f"kernels, cuDNN {version or 'of torch'}", "result": result, "holds": code == 0})
+    if FLASH_4.runs_on("cuda"):
+        found += run_tests("tests/gpu/test_kernels_gpu.py", "-k=flash_attn_4")(lease)
     return found
 
 
@@ -173,13 +176,11 @@ def recovered(lease: Lease) -> list[Found]:
     one = recovery_gpu.recover(lease.is_tiny, lease.left_s)
     step, lost = one["resumed_step"], one["lost_steps"]
     result = f"next step after {one['next_step_s']:.1f} s, from the state of step {step}, {lost} steps lost"
-    parent = (
-        "forked by a warm launcher, which goes on"
-        if one["is_forked"]
-        else "a launcher itself: the next one imports everything again"
-    )
+    parent = "a launcher itself: the next one imports everything again"
+    if one["is_forked"]:
+        parent = "forked by a warm launcher, which " + ("goes on" if one["launcher_survived"] else "ended too")
     return [
-        {"what": "a training process is killed", "result": result, "holds": step > 0, **one},
+        {"what": "a training process is killed", "result": result, "holds": step > 0 and lost <= 1, **one},
         {"what": "the training process was", "result": parent, "holds": one["is_forked"] and one["launcher_survived"]},
     ]
 

@@ -253,8 +253,7 @@ def _offloaded_activations_are_kept(config: Config) -> Iterator[Problem]:
 
 def _compiled_layers_are_whole(config: Config) -> Iterator[Problem]:
     memory, stage = config.memory, zero_stage(config)
-    is_tiled = memory.gradient_checkpointing if memory.mlp_tile == "auto" else memory.mlp_tile != "off"
-    if config.model.compile == "mlp" and not is_tiled:
+    if config.model.compile == "mlp" and not memory.tiles_mlps:
         rule = "compiles tiles of MLPs, but MLPs are not tiled"
         yield problem_of(config, "model.compile", rule, "set memory.mlp_tile to a number, or model.compile: false")
     elif config.model.compile is True and (memory.gradient_checkpointing or stage == 3):

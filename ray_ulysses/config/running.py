@@ -151,6 +151,11 @@ class MemorySection(Section):
     host_gib: float | None = Field(default=None, gt=0.0)
     """Host memory per worker in GiB, the limit for the estimate of `plan`. Default null: nothing is refused."""
 
+    @property
+    def tiles_mlps(self) -> bool:
+        """Whether MLPs run over tiles. Without gradient checkpointing, ``auto`` means ``off``, to favor speed."""
+        return self.gradient_checkpointing if self.mlp_tile == "auto" else self.mlp_tile != "off"
+
     @field_validator("offload_activations")
     @classmethod
     def _is_in_order(cls, value: tuple[KeptActivation, ...]) -> tuple[KeptActivation, ...]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ray_ulysses.engine.model_parts import NoTilesError, own_forward, unhooked
+from ray_ulysses.engine.model_parts import own_forward, unhooked
 from ray_ulysses.engine.partition_view import shape_of
 from ray_ulysses.engine.tiled_mlp import find_norms
 
@@ -43,14 +43,10 @@ def _eps_of_rms_norm(norm: nn.Module) -> float | None:
 
     The module's own forward is compared with ``rms_norm`` on random vectors, which are so small that epsilon matters.
     """
-    shapes = [(name, shape_of(one)) for name, one in norm.named_parameters()]
+    shapes = {name: shape_of(one) for name, one in norm.named_parameters()}
     eps = next((getattr(norm, name) for name in _EPS_NAMES if hasattr(norm, name)), None)
-    if [name for name, _ in shapes] != ["weight"] or len(shapes[0][1]) != 1 or not isinstance(eps, float):
-        return None
-    ((_, shape),) = shapes
-    try:
-        own = own_forward(norm)
-    except NoTilesError:
+    shape = shapes.get("weight", ())
+    if len(shapes) != 1 or len(shape) != 1 or not isinstance(eps, float):
         return None
     random = torch.Generator().manual_seed(0)
     weight, x_2H = (torch.randn(size, generator=random, device="cpu") for size in (shape, (2, *shape)))
@@ -58,9 +54,9 @@ def _eps_of_rms_norm(norm: nn.Module) -> float | None:
     bare = unhooked(norm)
     bare._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
     try:
-        result = own(bare, x_2H)
+        result = own_forward(norm)(bare, x_2H)
     except Exception:
-        # The module requires more than one input.
+        # The forward has been replaced, or requires more than one input.
         return None
     fused_2H = nn.functional.rms_norm(x_2H, shape, weight, eps)
     return eps if isinstance(result, torch.Tensor) and torch.allclose(result, fused_2H, atol=1e-6) else None

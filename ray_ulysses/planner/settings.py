@@ -39,9 +39,8 @@ def secondary_size(config: Config) -> int:
 
 
 def mlp_tile(config: Config) -> TileSetting:
-    """Return the tile setting for MLPs. Without gradient checkpointing, ``auto`` means ``off``, to favor speed."""
-    is_chosen = config.memory.mlp_tile != "auto"
-    return config.memory.mlp_tile if is_chosen or config.memory.gradient_checkpointing else "off"
+    """Return the tile setting for MLPs, which is ``off`` if ``auto`` does not tile them."""
+    return config.memory.mlp_tile if config.memory.tiles_mlps else "off"
 
 
 def kept_attention(config: Config) -> Literal["both", "kernel", "none"]:

@@ -282,13 +282,13 @@ def _build_refusal(demand: Demand) -> str | None:
 
 
 def _refuses_4(demand: Demand) -> str | None:
-    refusal = half_precision_refusal(demand)
-    capability = compute_capability()
-    if refusal is None and capability is not None and capability[0] not in (9, 10):
-        return f"it requires Hopper or Blackwell (9.0 or 10.x), but the GPU has {capability[0]}.{capability[1]}"
-    if refusal is None and capability is not None and capability[0] == 10:
+    refusal, capability = half_precision_refusal(demand), compute_capability()
+    if refusal is None and capability is not None:
         size = padded_head_size(demand.head_size, demand.value_size)
-        refusal = f"on Blackwell, it does not support heads of {size}" if 128 < size < MAX_FLASH_HEAD_SIZE else None
+        if capability[0] not in (9, 10):
+            refusal = f"it requires Hopper or Blackwell (9.0 or 10.x), but the GPU has {capability[0]}.{capability[1]}"
+        elif capability[0] == 10 and 128 < size < MAX_FLASH_HEAD_SIZE:
+            refusal = f"on Blackwell, it does not support heads of {size}"
     if refusal is not None:
         return refusal
     try:
